@@ -1,0 +1,1 @@
+"""Attention blocks and backends, rotary embeddings and norms for PyTorch."""

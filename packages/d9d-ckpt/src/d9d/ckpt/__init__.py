@@ -1,0 +1,1 @@
+"""Checkpoints as a graph of named tensors: stream, transform, reshard."""

@@ -1,0 +1,1 @@
+"""Topology, launch, collectives and test worlds for PyTorch distributed programs."""

@@ -1,0 +1,1 @@
+"""White-box model catalogue, losses and Hugging Face maps for d9d."""

@@ -1,0 +1,1 @@
+"""Horizontal parallelism for plain nn.Modules: replicas, experts, gradient sync, norm and clip."""
