@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
@@ -36,11 +36,15 @@ def apply_step(step: Step, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return _run_step(step, tensors, lambda mapper, inputs: mapper.apply(inputs))
 
 
+def _steps(steps: Iterable[Step]) -> tuple[Step, ...]:
+    return tuple(map(tuple, steps))
+
+
 @attrs.frozen
 class Chain:
     """Bound groups in steps; each step takes from what is there and adds what it makes."""
 
-    steps: tuple[Step, ...] = attrs.field(converter=tuple)
+    steps: tuple[Step, ...] = attrs.field(converter=_steps)
 
     @property
     def group(self) -> Group:
@@ -89,10 +93,8 @@ class Chain:
 
     def inverse(self) -> Chain:
         return Chain(
-            tuple(
-                tuple(undone for group in step for undone in group.mapper.inverse().bind(group.outputs))
-                for step in reversed(self.steps)
-            )
+            [undone for group in step for undone in group.mapper.inverse().bind(group.outputs)]
+            for step in reversed(self.steps)
         )
 
     def _levels(self, want: Region) -> list[dict[str, Region]] | None:
