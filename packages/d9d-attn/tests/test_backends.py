@@ -92,7 +92,7 @@ def problems(draw):
 def values_and_gradients(attend, inputs, upstream):
     inputs = [x.detach().requires_grad_() for x in inputs]
     out = attend(*inputs)
-    return out, *torch.autograd.grad(out, inputs, upstream)
+    return out, *torch.autograd.grad(out, inputs, upstream, materialize_grads=True)
 
 
 @settings(max_examples=30, deadline=None)
