@@ -99,7 +99,7 @@ def choose_grouped_mm(
 
 def eager_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
     """Loop over the experts; see GroupedMM. Waits for the device to read the counts."""
-    groups = x_NK.split(counts_E.tolist())
+    groups = torch.split(x_NK, counts_E.tolist())
     return torch.cat([F.linear(rows, weight) for rows, weight in zip(groups, weight_EMK.unbind(0))])
 
 
@@ -109,8 +109,8 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
         return F.linear(x_NK, weight_EMK[0])
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     y_NM = F.grouped_mm(x_NK.contiguous(), weight_EMK.transpose(1, 2), offs=ends_E)
-    if y_NM.requires_grad:
-        y_NM.register_hook(torch.Tensor.contiguous)  # the kernel refuses expanded gradients, as of a plain sum
+    if y_NM.requires_grad:  # the kernel refuses expanded gradients, as that of a plain sum
+        y_NM.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
     return y_NM
 
 
