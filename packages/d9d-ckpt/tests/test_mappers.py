@@ -148,7 +148,9 @@ def moves(draw, names: tuple[str, ...] = ("a", "b", "c")):
                 Stack("t.{i}", "s", count=count, dim=0),
                 Unstack("s", "u.{i}", count=count, dim=0),
                 Concatenate(
-                    [f"u.{i}" for i in reversed(range(count))], "y", sizes=[shape[::-1][0] if rank > 1 else shape[0]] * count
+                    [f"u.{i}" for i in reversed(range(count))],
+                    "y",
+                    sizes=[shape[::-1][0] if rank > 1 else shape[0]] * count,
                 ),
             )
     return mapper, tensors
