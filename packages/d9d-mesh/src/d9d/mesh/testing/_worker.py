@@ -1,0 +1,78 @@
+"""What a worker process of a test world does."""
+
+import faulthandler
+import importlib.util
+import pickle
+import signal
+import sys
+import traceback
+from datetime import timedelta
+from functools import reduce
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+
+
+@attrs.frozen
+class Task:
+    """A function by where it is defined: a test module that pytest imported cannot be unpickled by name."""
+
+    path: str
+    module: str
+    name: str
+    arguments: bytes
+
+
+@attrs.frozen
+class Outcome:
+    """A pickled result, or the traceback of what was raised."""
+
+    value: bytes = b""
+    traceback: str | None = None
+
+
+def serve(connection: Connection, rank: int, size: int, port: int, stack_file: str) -> None:
+    """Join the world, then run tasks until the connection closes."""
+    with Path(stack_file).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
+        torch.set_num_threads(1)
+        store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+        connection.send_bytes(pickle.dumps(Outcome(pickle.dumps(None))))
+        while True:
+            try:
+                task: Task = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the test's own process
+            except EOFError:
+                return
+            connection.send_bytes(pickle.dumps(_outcome(task)))
+
+
+def _outcome(task: Task) -> Outcome:
+    try:
+        torch.manual_seed(0)
+        function: Any = reduce(getattr, task.name.split("."), _load(task.path, task.module))
+        result: Any = function(*pickle.loads(task.arguments))  # noqa: S301
+        return Outcome(pickle.dumps(result))
+    except BaseException:  # noqa: BLE001 - the test decides
+        return Outcome(traceback=traceback.format_exc())
+
+
+def _load(path: str, name: str) -> ModuleType:
+    """The module of a file under the name that it has in the test's process, so that pickles agree."""
+    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == path:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    # Under pytest's importlib mode parents are folders, not packages; pickle imports the first of them all the same.
+    parent = name.partition(".")[0]
+    sys.modules.setdefault(parent, ModuleType(parent))
+    spec.loader.exec_module(module)
+    return module

@@ -1,0 +1,77 @@
+"""The world pool, from outside."""
+
+import os
+import time
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+
+from d9d.mesh.testing import WorldError, WorldTimeoutError, run_world
+
+
+@attrs.frozen
+class Answer:
+    rank: int
+    total: torch.Tensor
+
+
+def _sum_of_ranks(offset: int) -> Answer:
+    total = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(total)
+    return Answer(dist.get_rank(), total)
+
+
+def _pid() -> int:
+    return os.getpid()
+
+
+def _raise_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        raise ValueError("no luck")
+    dist.barrier()
+
+
+def _exit_on(rank: int) -> None:
+    if dist.get_rank() == rank:
+        os._exit(3)
+    dist.barrier()
+
+
+def _stuck_on_rank_1() -> None:
+    while dist.get_rank() == 1:
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_returns_one_result_a_rank(size):
+    answers = run_world(size, _sum_of_ranks, 10)
+    assert [a.rank for a in answers] == list(range(size))
+    assert {a.total.item() for a in answers} == {sum(range(size)) + 10.0 * size}
+
+
+def test_a_world_stays_warm():
+    assert run_world(2, _pid) == run_world(2, _pid)
+
+
+def test_the_failing_rank_is_named_with_its_traceback():
+    with pytest.raises(WorldError, match=r"rank 1 of 2 in _raise_on.*(?s:.)*ValueError: no luck") as caught:
+        run_world(2, _raise_on, 1)
+    assert caught.value.rank == 1
+    assert len(run_world(2, _pid)) == 2
+
+
+def test_a_rank_that_dies_is_named():
+    with pytest.raises(WorldError, match="rank 0 of 2 in _exit_on died with exit code 3"):
+        run_world(2, _exit_on, 0)
+
+
+def test_a_stuck_world_is_killed_and_its_stack_shown():
+    with pytest.raises(WorldTimeoutError, match=r"did not finish on ranks \[1\](?s:.)*_stuck_on_rank_1"):
+        run_world(2, _stuck_on_rank_1, timeout=1.0)
+
+
+def test_a_local_function_is_refused():
+    with pytest.raises(ValueError, match="top-level"):
+        run_world(1, lambda: None)
