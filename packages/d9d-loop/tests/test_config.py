@@ -1,5 +1,3 @@
-import subprocess
-import sys
 from pathlib import Path
 from typing import ClassVar, Literal
 
@@ -217,8 +215,3 @@ def test_a_script_prints_its_problem_and_exits_with_2(tmp_path, capsys):
     assert "--wheels.count" in capsys.readouterr().out
     (tmp_path / "car.toml").write_text('name = "file"')
     assert from_command_line(Car, [f"--config={tmp_path / 'car.toml'}", "--limit", "2"]).limit == 2.0
-
-
-def test_the_package_imports_without_cattrs():
-    code = "import sys; import d9d.loop.optim, d9d.loop.data; sys.exit('cattrs' in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True)

@@ -40,13 +40,14 @@ def is_union_root(cls: Any) -> bool:
 
 def describe(cls: Any) -> str:
     """A type as a user of the command line sees it."""
-    if get_origin(cls) is Literal:
-        return " | ".join(map(repr, get_args(cls)))
+    members: tuple[Any, ...] = get_args(cls)
+    if _is_literal(cls):
+        return " | ".join(map(repr, members))
     if _is_union(cls):
-        return " | ".join(NONE if member is NoneType else describe(member) for member in get_args(cls))
-    if get_origin(cls) in {list, tuple}:
-        return f"[{', '.join('...' if member is Ellipsis else describe(member) for member in get_args(cls))}]"
-    return cls.__name__ if isinstance(cls, type) and not get_args(cls) else str(cls)
+        return " | ".join(NONE if member is NoneType else describe(member) for member in members)
+    if _is_sequence(cls):
+        return f"[{', '.join('...' if member is Ellipsis else describe(member) for member in members)}]"
+    return cls.__name__ if isinstance(cls, type) and not members else str(cls)
 
 
 def strict_converter() -> cattrs.Converter:
@@ -54,12 +55,20 @@ def strict_converter() -> cattrs.Converter:
     converter = cattrs.Converter(detailed_validation=True, forbid_extra_keys=True)
     for scalar in (bool, int, float, str, Path):
         converter.register_structure_hook(scalar, _structure_scalar)
-    converter.register_structure_hook_func(lambda cls: get_origin(cls) is Literal, _structure_literal)
-    converter.register_structure_hook_factory(lambda cls: get_origin(cls) in {list, tuple}, _sequence_hook(converter))
+    converter.register_structure_hook_func(_is_literal, _structure_literal)
+    converter.register_structure_hook_factory(_is_sequence, _sequence_hook(converter))
     converter.register_structure_hook_factory(_is_union, _union_hook(converter))
     converter.register_structure_hook_factory(attrs.has, _class_hook(converter))
     converter.register_structure_hook_factory(is_union_root, _tagged_hook(converter))
     return converter
+
+
+def _is_literal(cls: Any) -> bool:
+    return get_origin(cls) is Literal
+
+
+def _is_sequence(cls: Any) -> bool:
+    return get_origin(cls) in {list, tuple}
 
 
 def _is_union(cls: Any) -> bool:
@@ -87,7 +96,8 @@ def _structure_literal(value: Any, cls: Any) -> Any:
 
 def _sequence_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
     def factory(cls: Any) -> Hook:
-        origin, members = get_origin(cls), get_args(cls)
+        origin: Any = get_origin(cls)
+        members: tuple[Any, ...] = get_args(cls)
         homogeneous = origin is list or members[-1] is Ellipsis
 
         def structure(value: Any, _: Any) -> Any:
