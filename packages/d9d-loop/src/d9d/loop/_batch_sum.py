@@ -2,9 +2,10 @@
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from d9d.mesh import DistContext
 from d9d.parallel import LossSum
-from torch import Tensor
 
 
 def sum_over_batch(tensor: Tensor, ctx: DistContext) -> Tensor:

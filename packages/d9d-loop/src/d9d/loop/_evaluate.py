@@ -3,13 +3,13 @@
 from typing import Any
 
 import torch
-from d9d.mesh import DistContext
-from d9d.parallel import LossSum
 from torch import nn
 
 from d9d.loop._batch_sum import sum_losses
 from d9d.loop._protocols import Task
 from d9d.loop.data import Collate, SizedDataset, to_device
+from d9d.mesh import DistContext
+from d9d.parallel import LossSum
 
 
 @torch.no_grad()
@@ -54,7 +54,9 @@ def evaluate(
             block = blocks[first + rank] if counts else blocks[-1]
             inputs, shared = task.inputs(to_device(collate([dataset[index] for index in block]), ctx.device))
             loss = task.loss(module(inputs, shared), shared)
-            losses.append(loss if counts else LossSum(sum=torch.zeros_like(loss.sum), weight=torch.zeros_like(loss.weight)))
+            losses.append(
+                loss if counts else LossSum(sum=torch.zeros_like(loss.sum), weight=torch.zeros_like(loss.weight))
+            )
     finally:
         module.train(was_training)
     return sum_losses(losses, ctx)

@@ -3,10 +3,11 @@
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
+from torch import Tensor, nn
+
 from d9d.ckpt import Mapper
 from d9d.mesh import DistContext
 from d9d.parallel import LossSum, StageInfo
-from torch import Tensor, nn
 
 
 class ModelProvider(Protocol):

@@ -5,9 +5,9 @@ from typing import Any
 
 import attrs
 import torch
-from d9d.ckpt import JobCheckpoint, JobCheckpoints
 from torch import Tensor, nn
 
+from d9d.ckpt import JobCheckpoint, JobCheckpoints
 from d9d.loop._protocols import Metric
 from d9d.loop.optim import NamedStateOptimizer
 
