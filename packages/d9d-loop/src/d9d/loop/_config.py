@@ -32,7 +32,10 @@ class TrainerConfig:
     dtype: Literal["bfloat16", "float32", "float64"] = "float32"
     """Of the parameters; gradients are summed in float32, or float64 for float64."""
 
-    max_norm: float | None = attrs.field(default=1.0, validator=optional(gt(0.0)))
+    max_norm: float | None = attrs.field(
+        default=1.0,
+        validator=optional(gt(0.0)),  # type: ignore[arg-type]  # attrs types it by the default, which is not None
+    )
     """Gradients are clipped to this norm; none: never."""
 
     optimizer: OptimizerConfig = attrs.field(factory=AdamWConfig)

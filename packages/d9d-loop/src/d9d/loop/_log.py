@@ -49,30 +49,29 @@ class RunLog:
         step: int,
         tokens: Tensor,
     ) -> None:
-        self._trackers, self._metrics, self._speed, self._ctx = trackers, metrics, speed, ctx
+        self._trackers, self._metrics, self._speed = trackers, metrics, speed
+        self._total = functools.partial(sum_over_batch, ctx=ctx)
         self._step, self._tokens = step, int(tokens)
 
     def write(self, step: int, result: StepResult, tokens: Tensor) -> None:
         """Log a step; collective where the task has metrics. The main rank waits for its device."""
-        gathered = {
-            name: metric.compute(functools.partial(sum_over_batch, ctx=self._ctx))
-            for name, metric in self._metrics.items()
-        }
+        gathered = {name: metric.compute(self._total) for name, metric in self._metrics.items()}
         for metric in self._metrics.values():
             metric.reset()
         if not self._trackers:
             return
-        weight = result.total.weight.item()
+        weight, all_tokens = result.total.weight.item(), int(tokens)
         numbers: dict[str, Number] = {
             "loss": result.total.mean().item(),
             "grad_norm": result.norm.item() / weight if weight else 0.0,
             "lr": result.lr,
-            "tokens": int(tokens),
+            "tokens": all_tokens,
+            **self._speed.read(tokens=all_tokens - self._tokens, steps=step - self._step),
+            **gathered,
         }
-        numbers |= self._speed.read(tokens=numbers["tokens"] - self._tokens, steps=step - self._step)
-        self._step, self._tokens = step, int(numbers["tokens"])
+        self._step, self._tokens = step, all_tokens
         for tracker in self._trackers:
-            tracker.log(step, numbers | gathered)
+            tracker.log(step, numbers)
 
     def flush(self) -> None:
         """Make durable what was written."""

@@ -1,13 +1,12 @@
 """What a checkpoint of a run holds, and how a run goes on from one."""
 
 from collections.abc import Mapping
-from typing import Any
 
 import attrs
 import torch
 from torch import Tensor, nn
 
-from d9d.ckpt import JobCheckpoint, JobCheckpoints
+from d9d.ckpt import JSON, JobCheckpoint, JobCheckpoints
 from d9d.loop._protocols import Metric
 from d9d.loop.optim import NamedStateOptimizer
 
@@ -28,7 +27,7 @@ class RunState:
     device: torch.device
     """Whose random state belongs to the run, next to the host's."""
 
-    identity: Mapping[str, Any]
+    identity: Mapping[str, JSON]
     """What must not change within a run, such as the seed: a checkpoint of another value is refused."""
 
     def save(self, checkpoints: JobCheckpoints, step: int, *, tokens: int) -> None:
@@ -42,7 +41,7 @@ class RunState:
         checkpoints.save(
             step,
             self._tensors(),
-            shared={"tokens": tokens, "identity": dict(self.identity)},
+            shared={"tokens": tokens, **self.identity},
             per_rank={**_random_state(self.device), **self._metric_state()},
         )
 
@@ -57,7 +56,7 @@ class RunState:
         Raises:
             ValueError: If the checkpoint is of a run with another identity.
         """
-        saved = checkpoint.shared["identity"]
+        saved = checkpoint.shared
         differing = [name for name, value in self.identity.items() if saved.get(name) != value]
         if differing:
             changes = ", ".join(f"{name}={saved.get(name)!r} is now {self.identity[name]!r}" for name in differing)
@@ -67,14 +66,16 @@ class RunState:
             )
         checkpoint.load(self._tensors())
         per_rank = checkpoint.per_rank()
-        if per_rank:
-            _restore_random_state(per_rank, self.device)
+        if per_rank is not None:
+            tensors = {name: value for name, value in per_rank.items() if isinstance(value, Tensor)}
+            _restore_random_state(tensors, self.device)
             for name, metric in self.metrics.items():
                 prefix = f"metric.{name}."
                 metric.load_state_dict(
-                    {key.removeprefix(prefix): value for key, value in per_rank.items() if key.startswith(prefix)}
+                    {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
                 )
-        tokens: int = checkpoint.shared["tokens"]
+        tokens = saved["tokens"]
+        assert isinstance(tokens, int)
         return tokens
 
     def _tensors(self) -> dict[str, Tensor]:
@@ -96,7 +97,7 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
     return state
 
 
-def _restore_random_state(state: Mapping[str, Any], device: torch.device) -> None:
+def _restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["random.cpu"])
     if device.type == "cuda":
         torch.cuda.set_rng_state(state["random.cuda"], device)

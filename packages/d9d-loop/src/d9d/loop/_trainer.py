@@ -100,7 +100,7 @@ class Trainer:
             with self.sync.microbatch(0, last=index == len(microbatches) - 1):
                 inputs, shared = self.task.inputs(to_device(batch, self.ctx.device))
                 loss = self.task.loss(self.module(inputs, shared), shared)
-                loss.sum.backward()
+                torch.autograd.backward(loss.sum)
             losses.append(loss.detach())
         self.sync.finish()
         total = sum_losses(losses, self.ctx)
