@@ -1,1 +1,24 @@
-"""Horizontal parallelism for plain nn.Modules: replicas, experts, gradient sync, norm and clip."""
+"""Parallelism for plain modules: replicas, experts, gradient sums, norm and clipping.
+
+A parallelize function turns parameters into DTensors and fixes over which mesh dims their gradients are addends;
+`GradientSync` sums exactly those; `global_norm` and `scale_and_clip_` finish the step. Modules see local tensors.
+"""
+
+from ._expert import parallelize_expert_parallel
+from ._loss import LossSum
+from ._norm import global_norm, scale_and_clip_
+from ._protocols import SupportsExpertParallel
+from ._replicate import parallelize_replicate
+from ._stage import StageInfo
+from ._sync import GradientSync
+
+__all__ = [
+    "GradientSync",
+    "LossSum",
+    "StageInfo",
+    "SupportsExpertParallel",
+    "global_norm",
+    "parallelize_expert_parallel",
+    "parallelize_replicate",
+    "scale_and_clip_",
+]

@@ -1,0 +1,163 @@
+"""Safetensors files: headers and mapped tensors on reading, streamed tensors on writing."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from d9d.ckpt._spec import TensorSpec
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F64": torch.float64,
+    "C64": torch.complex64,
+}
+"""The format's names of dtypes."""
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class TensorFile:
+    """A safetensors file that is open for reading.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: It is no safetensors file, or holds a dtype that torch lacks.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            file: Any = safe_open(path, framework="pt")  # half annotated
+        except SafetensorError as error:
+            raise ValueError(f"{str(path)!r} is not a whole safetensors file: {error}") from error
+        self._file = file
+        self.specs = {name: self._spec(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+
+    def _spec(self, name: str) -> TensorSpec:
+        header = self._file.get_slice(name)
+        dtype = header.get_dtype()
+        if dtype not in DTYPES:
+            raise ValueError(f"{name!r} in {str(self.path)!r} has the dtype {dtype!r}, which torch cannot hold")
+        return TensorSpec(header.get_shape(), DTYPES[dtype])
+
+    def tensor(self, name: str) -> Tensor:
+        """The tensor, mapped: what is not looked at is not read. Not to be written to."""
+        tensor: Tensor = self._file.get_tensor(name)
+        return tensor
+
+
+class TensorFileWriter:
+    """Writes a safetensors file of known specs, one tensor at a time, in any order. A context manager.
+
+    The file depends on the specs and the data alone: tensors lie in it by falling size of their elements (so that
+    all are aligned), then by name. Leaving the context without an error makes the file durable.
+
+    Raises:
+        ValueError: A spec has a dtype that the format lacks.
+    """
+
+    def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
+        self.path = path
+        self.specs = specs
+        self._starts: dict[str, int] = {}
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name, spec in sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            if spec.dtype not in DTYPE_NAMES:
+                raise ValueError(f"{name!r} has dtype {spec.dtype}, which safetensors files cannot hold")
+            start, end = end, end + spec.nbytes
+            self._starts[name] = start
+            header[name] = {
+                "dtype": DTYPE_NAMES[spec.dtype],
+                "shape": list(spec.shape),
+                "data_offsets": [start, end],
+            }
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self._base = 8 + len(text)
+        self.nbytes = self._base + end
+        """Size of the finished file."""
+        self._left = set(specs)
+        self._file = path.open("xb", buffering=0)
+        self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
+        self._file.truncate(self.nbytes)
+
+    def write(self, name: str, tensor: Tensor) -> int:
+        """Writes a tensor, which may be on any device, and returns the CRC-32 of its bytes.
+
+        Raises:
+            ValueError: It differs from its spec.
+        """
+        if TensorSpec.of(tensor) != self.specs[name]:
+            raise ValueError(f"{name!r} should be {self.specs[name]}, got {TensorSpec.of(tensor)}")
+        tensor = tensor.detach().cpu().contiguous()
+        view = raw_bytes(tensor)
+        self._file.seek(self._base + self._starts[name])
+        self._write_all(view)
+        self._left.discard(name)
+        return zlib.crc32(view)
+
+    def _write_all(self, data: memoryview) -> None:
+        while data:  # a single write stops at 2 GiB
+            data = data[self._file.write(data) :]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        with self._file:
+            if error is None:
+                if self._left:
+                    raise ValueError(f"{str(self.path)!r} was left without {sorted(self._left)}")
+                os.fsync(self._file.fileno())
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor, which must outlive the view."""
+    if not tensor.numel():
+        return memoryview(b"")
+    size = tensor.numel() * tensor.element_size()
+    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a new file and makes it durable."""
+    with path.open("x", encoding="utf-8", newline="") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

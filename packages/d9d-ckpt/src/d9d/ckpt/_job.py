@@ -1,0 +1,140 @@
+"""Job checkpoints: saved so that a kill at any moment loses nothing."""
+
+from __future__ import annotations
+
+import logging
+import re
+import shutil
+from collections.abc import Iterator, Mapping
+from os import PathLike
+from pathlib import Path
+
+import attrs
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from d9d.ckpt._collective import all_gather, rank_of, together
+from d9d.ckpt._job_read import JobCheckpoint
+from d9d.ckpt._job_write import write_job_checkpoint
+from d9d.ckpt._json import JSON
+from d9d.ckpt._manifest import Manifest
+from d9d.ckpt._publish import PARTIAL
+
+log = logging.getLogger("d9d.ckpt")
+
+
+@attrs.frozen(order=True)
+class _Saved:
+    """A directory of a checkpoint: `step-00000010`, or `step-00000010.2` where the first try turned out broken."""
+
+    step: int
+    attempt: int
+
+    @classmethod
+    def parse(cls, name: str) -> _Saved | None:
+        found = re.fullmatch(r"step-([0-9]{8,})(?:\.([0-9]+))?", name)
+        return None if found is None else cls(int(found[1]), int(found[2] or 1))
+
+    @property
+    def name(self) -> str:
+        return f"step-{self.step:08d}" + (f".{self.attempt}" if self.attempt > 1 else "")
+
+
+class JobCheckpoints:
+    """The checkpoints of a job in a directory, of which the last few are kept.
+
+    Args:
+        root: The directory, on a file system that all ranks see.
+        group: The ranks that save and load together; by default all.
+        keep: How many complete checkpoints stay.
+    """
+
+    def __init__(self, root: str | PathLike[str], *, group: ProcessGroup | None = None, keep: int = 2) -> None:
+        if keep < 1:
+            raise ValueError(f"keep must be at least 1, got {keep!r}")
+        self._root = Path(root)
+        self._group = group
+        self._keep = keep
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, Tensor],
+        *,
+        shared: Mapping[str, JSON],
+        per_rank: Mapping[str, Tensor | JSON],
+    ) -> None:
+        """Saves the state after `step`. Collective.
+
+        It is complete when this returns; after an error or a kill at any moment the earlier ones are as they were.
+        Once it is complete, older ones beyond `keep` and broken ones up to its step are removed.
+
+        Args:
+            step: Counts the checkpoints; saved again, a step replaces what is there of it.
+            tensors: Tensors or DTensors by global name. Ranks may have different names; each element is written once.
+                A plain tensor that several ranks have is taken to be equal on them.
+            shared: Other state that is the same on all ranks: what JSON gives back as it is. Rank 0's is written.
+            per_rank: This rank's own state: plain tensors, or what JSON gives back as it is.
+
+        Raises:
+            TypeError: A value that JSON would not give back as it is.
+            ValueError: The ranks' tensors do not fit together.
+            PeerError: Another rank failed.
+        """
+        with together(self._group):
+            attempts = [saved.attempt for saved in self._scan() if saved.step == step]
+        attempt = max(all_gather(max(attempts, default=0), self._group)) + 1
+        directory = self._root / _Saved(step, attempt).name
+        write_job_checkpoint(directory, step, tensors, shared=shared, per_rank=per_rank, group=self._group)
+        with together(self._group):
+            if rank_of(self._group) == 0:
+                self._prune(step)
+
+    def latest(self) -> JobCheckpoint | None:
+        """The last complete checkpoint, None if there is none. Collective.
+
+        Broken ones are skipped with a warning. Complete means: the manifest can be read, and all files are there with
+        their sizes; checksums are compared when data is loaded.
+
+        Raises:
+            UnknownFormatError: The last one was written by a version that this one does not know.
+        """
+        names: list[str] = []
+        with together(self._group):
+            if rank_of(self._group) == 0:
+                names = [saved.name for saved in self._complete(warn=True)][:1]
+        chosen = all_gather(names, self._group)[0]
+        if not chosen:
+            return None
+        with together(self._group):
+            return JobCheckpoint(self._root / chosen[0], group=self._group)
+
+    def _scan(self) -> list[_Saved]:
+        """What lies in the directory, last first."""
+        names = [path.name for path in self._root.iterdir()] if self._root.is_dir() else []
+        return sorted((saved for saved in map(_Saved.parse, names) if saved is not None), reverse=True)
+
+    def _complete(self, *, warn: bool) -> Iterator[_Saved]:
+        """The complete ones, last first."""
+        for saved in self._scan():
+            try:
+                Manifest.read(self._root / saved.name)
+            except (ValueError, OSError) as error:
+                if warn:
+                    log.warning("skipping the broken checkpoint %s: %s", self._root / saved.name, error)
+                continue
+            yield saved
+
+    def _prune(self, step: int) -> None:
+        """Removes what the checkpoint of `step` makes superfluous."""
+        last_try: dict[int, _Saved] = {}
+        for saved in self._complete(warn=False):
+            if saved.step <= step:
+                last_try.setdefault(saved.step, saved)
+        kept = list(last_try.values())[: self._keep]
+        for saved in self._scan():
+            if saved.step <= step and saved not in kept:
+                # a name of its own first: a kill halfway leaves no broken checkpoint
+                (self._root / saved.name).rename(self._root / f".{saved.name}{PARTIAL}")
+        for path in self._root.glob(f".step-*{PARTIAL}"):
+            shutil.rmtree(path)

@@ -1,0 +1,91 @@
+"""Job checkpoints, writing: each rank a file, then the manifest, then the name."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from d9d.ckpt._collective import all_gather, rank_of, size_of, together
+from d9d.ckpt._files import TensorFileWriter, write_text
+from d9d.ckpt._json import JSON, check_json
+from d9d.ckpt._layout import Layout, gather_layout
+from d9d.ckpt._local import is_dtensor, local_part
+from d9d.ckpt._manifest import MANIFEST, Manifest, Stored
+from d9d.ckpt._publish import published
+from d9d.ckpt._spec import Region, TensorSpec
+
+
+@torch.no_grad()
+def write_job_checkpoint(
+    directory: Path,
+    step: int,
+    tensors: Mapping[str, Tensor],
+    *,
+    shared: Mapping[str, JSON],
+    per_rank: Mapping[str, Tensor | JSON],
+    group: ProcessGroup | None,
+) -> None:
+    """Writes one checkpoint. Collective; see `JobCheckpoints.save`."""
+    own_tensors = {name: value for name, value in per_rank.items() if isinstance(value, Tensor)}
+    own_values = {name: value for name, value in per_rank.items() if not isinstance(value, Tensor)}
+    with together(group):
+        check_json(dict(shared), "shared")
+        check_json(own_values, "per_rank")
+        for name, tensor in own_tensors.items():
+            if is_dtensor(tensor):
+                raise TypeError(f"per_rank[{name!r}] is a DTensor, which is no rank's own")
+    layout = gather_layout(tensors, group)
+    mine = _assign(layout, size_of(group))[rank_of(group)]
+    file = f"rank-{rank_of(group):05d}.safetensors"
+    with published(directory, group) as partial:
+        with together(group):
+            payload = {f"shared/{region.name}": local_part(region.name, tensors[region.name])[0] for region in mine}
+            payload |= {f"own/{name}": tensor.detach() for name, tensor in own_tensors.items()}
+            specs = {key: TensorSpec.of(tensor) for key, tensor in payload.items()}
+            with TensorFileWriter(partial / file, specs) as writer:
+                checksums = {key: writer.write(key, tensor) for key, tensor in payload.items()}
+        ranks = all_gather(
+            (
+                (file, writer.nbytes),
+                [Stored(region, file, key := f"shared/{region.name}", checksums[key]) for region in mine],
+                {
+                    name: Stored(Region.whole(name, specs[key := f"own/{name}"]), file, key, checksums[key])
+                    for name in own_tensors
+                },
+                own_values,
+            ),
+            group,
+        )
+        files, stored, rank_tensors, rank_values = zip(*ranks)
+        with together(group):
+            if rank_of(group) == 0:
+                chunks: dict[str, list[Stored]] = {name: [] for name in layout.specs}
+                for chunk in itertools.chain.from_iterable(stored):
+                    chunks[chunk.region.name].append(chunk)
+                manifest = Manifest(
+                    step=step,
+                    shared=shared,
+                    files=dict(files),
+                    specs=layout.specs,
+                    stored=chunks,
+                    rank_tensors=rank_tensors,
+                    rank_values=rank_values,
+                )
+                write_text(partial / MANIFEST, manifest.dumps())
+
+
+def _assign(layout: Layout, ranks: int) -> list[list[Region]]:
+    """The regions that each rank writes: each once, by the holder with fewest bytes so far."""
+    regions: list[list[Region]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for name, pieces in layout.pieces.items():
+        for piece in pieces:
+            writer = min(piece.holders, key=lambda rank: (load[rank], rank))
+            regions[writer].append(piece.region)
+            load[writer] += piece.region.numel * layout.specs[name].dtype.itemsize
+    return regions

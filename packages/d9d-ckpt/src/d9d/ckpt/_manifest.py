@@ -1,0 +1,126 @@
+"""The manifest of a job checkpoint: what it holds and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import attrs
+
+from d9d.ckpt._files import DTYPE_NAMES, DTYPES
+from d9d.ckpt._json import JSON
+from d9d.ckpt._spec import Region, TensorSpec
+
+MANIFEST = "manifest.json"
+FORMAT = {"format": "d9d job checkpoint", "version": 1}
+
+
+@attrs.frozen
+class Stored:
+    """A region of a tensor as a rank wrote it: in which file, under which key, with which CRC-32 of its bytes."""
+
+    region: Region
+    file: str
+    key: str
+    crc32: int
+
+
+@attrs.frozen(kw_only=True)
+class Manifest:
+    """All that is known of a checkpoint without its tensors."""
+
+    step: int
+    shared: Mapping[str, JSON]
+    files: Mapping[str, int]
+    """Size of each file in bytes."""
+    specs: Mapping[str, TensorSpec]
+    stored: Mapping[str, Sequence[Stored]]
+    """Disjoint regions that cover each tensor of `specs`."""
+    rank_tensors: Sequence[Mapping[str, Stored]]
+    """Each rank's own tensors."""
+    rank_values: Sequence[Mapping[str, JSON]]
+    """Each rank's other state."""
+
+    def dumps(self) -> str:
+        """The manifest as JSON."""
+        document = {
+            **FORMAT,
+            "step": self.step,
+            "shared": self.shared,
+            "files": self.files,
+            "tensors": {
+                name: {
+                    "dtype": DTYPE_NAMES[spec.dtype],
+                    "shape": spec.shape,
+                    "chunks": [_stored_to_json(stored) for stored in self.stored[name]],
+                }
+                for name, spec in self.specs.items()
+            },
+            "ranks": [
+                {"tensors": {name: _stored_to_json(stored) for name, stored in tensors.items()}, "values": values}
+                for tensors, values in zip(self.rank_tensors, self.rank_values)
+            ],
+        }
+        return json.dumps(document, indent=1)
+
+    @classmethod
+    def read(cls, directory: Path) -> Manifest:
+        """Reads the manifest of a checkpoint and looks that its files are there, of the right size.
+
+        Raises:
+            ValueError, OSError: The checkpoint is broken.
+            UnknownFormatError: It is of a version that this code does not know.
+        """
+        try:
+            document = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
+            manifest = cls._parse(document)
+        except (LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"the manifest is damaged: {error!r}") from error
+        for file, size in manifest.files.items():
+            found = (directory / file).stat().st_size
+            if found != size:
+                raise ValueError(f"{file!r} should have {size} bytes, has {found}")
+        return manifest
+
+    @classmethod
+    def _parse(cls, document: Any) -> Manifest:
+        found = {key: document[key] for key in FORMAT}
+        if found != FORMAT:
+            raise UnknownFormatError(f"a checkpoint is {found}, this code reads {FORMAT}")
+        return cls(
+            step=document["step"],
+            shared=document["shared"],
+            files=document["files"],
+            specs={
+                name: TensorSpec(entry["shape"], DTYPES[entry["dtype"]]) for name, entry in document["tensors"].items()
+            },
+            stored={
+                name: [_stored_from_json(name, chunk) for chunk in entry["chunks"]]
+                for name, entry in document["tensors"].items()
+            },
+            rank_tensors=[
+                {name: _stored_from_json(name, chunk) for name, chunk in rank["tensors"].items()}
+                for rank in document["ranks"]
+            ],
+            rank_values=[rank["values"] for rank in document["ranks"]],
+        )
+
+
+class UnknownFormatError(RuntimeError):
+    """A checkpoint was written in a version of the format that is not known here."""
+
+
+def _stored_to_json(stored: Stored) -> dict[str, Any]:
+    return {
+        "offset": stored.region.offset,
+        "shape": stored.region.shape,
+        "file": stored.file,
+        "key": stored.key,
+        "crc32": stored.crc32,
+    }
+
+
+def _stored_from_json(name: str, chunk: Mapping[str, Any]) -> Stored:
+    return Stored(Region(name, chunk["offset"], chunk["shape"]), chunk["file"], chunk["key"], chunk["crc32"])

@@ -1,0 +1,131 @@
+"""One flat buffer for the gradients of many parameters, reduced as one tensor."""
+
+from collections.abc import Iterator, Sequence
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from ._layout import grad_placements
+
+
+class Bucket:
+    """Gradients of parameters that are summed over the same ranks.
+
+    Args:
+        parameters: Their local gradients share the buffer, in this order.
+        groups: Over which the buffer is summed, one after the other.
+        dtype: Of the buffer.
+    """
+
+    def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[ProcessGroup], dtype: torch.dtype) -> None:
+        self.parameters = tuple(parameters)
+        self._groups = groups
+        local = [local_tensor(p) for p in parameters]
+        self._buffer = torch.zeros(sum(t.numel() for t in local), dtype=dtype, device=local[0].device)
+        parts = torch.split(self._buffer, [t.numel() for t in local])
+        self.views = [part.view(t.shape) for part, t in zip(parts, local)]
+        self._work: dist.Work | None = None
+
+    def zero(self) -> None:
+        """Forget all gradients."""
+        self._buffer.zero_()
+
+    def reduce_async(self, stream: torch.cuda.Stream | None) -> None:
+        """Start to sum over the groups; the buffer is not to be touched until `wait`.
+
+        Args:
+            stream: Where to do it on CUDA, after what the current stream has been given so far.
+        """
+        if not self._groups:
+            return
+        if stream is None:
+            # Gloo works in threads of its own; a second sum starts when the first is waited for.
+            self._work = dist.all_reduce(self._buffer, group=self._groups[0], async_op=True)
+            return
+        stream.wait_stream(torch.cuda.current_stream(self._buffer.device))
+        with torch.cuda.stream(stream):
+            for group in self._groups:
+                dist.all_reduce(self._buffer, group=group)
+
+    def wait(self) -> None:
+        """End what `reduce_async` started. On CUDA the caller joins the stream."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        for group in self._groups[1:]:
+            dist.all_reduce(self._buffer, group=group)
+
+    def publish(self) -> None:
+        """Set every parameter's ``grad`` to its part of the buffer, laid out as the parameter."""
+        for parameter, view in zip(self.parameters, self.views):
+            if isinstance(parameter, DTensor):
+                parameter.grad = DTensor.from_local(
+                    view,
+                    parameter.device_mesh,
+                    parameter.placements,
+                    run_check=False,
+                    shape=parameter.shape,
+                    stride=parameter.stride(),
+                )
+            else:
+                parameter.grad = view
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without a graph."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor.detach()
+
+
+def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+    """Buckets in the order in which backward fills them, if it runs through the parameters from the last to the first.
+
+    Raises:
+        ValueError: A DTensor among the parameters says nothing of its gradient.
+    """
+    open_ones: dict[_Reduction, list[nn.Parameter]] = {}
+    for parameter in reversed(parameters):
+        reduction = _reduction(parameter)
+        members = open_ones.setdefault(reduction, [])
+        members.append(parameter)
+        if sum(local_tensor(p).numel() for p in members) * dtype.itemsize >= bucket_bytes:
+            yield Bucket(open_ones.pop(reduction), reduction.groups(), dtype)
+    for reduction, members in open_ones.items():
+        yield Bucket(members, reduction.groups(), dtype)
+
+
+@attrs.frozen
+class _Reduction:
+    """Over which dims of which mesh a gradient is summed; equal ones can share a bucket."""
+
+    mesh: DeviceMesh | None
+    dims: tuple[int, ...]
+    device: torch.device
+
+    def groups(self) -> list[ProcessGroup]:
+        return [self.mesh.get_group(dim) for dim in self.dims] if self.mesh else []
+
+
+def _reduction(parameter: nn.Parameter) -> _Reduction:
+    if not isinstance(parameter, DTensor):
+        return _Reduction(None, (), parameter.device)
+    placements = grad_placements(parameter)
+    if placements is None:
+        raise ValueError(
+            f"a parameter of shape {tuple(parameter.shape)} with placements {parameter.placements} was not laid out by "
+            "a parallelize function of d9d.parallel, so nothing says over which dims its gradient is to be summed"
+        )
+    mesh = parameter.device_mesh
+    for dim, (placement, grad) in enumerate(zip(parameter.placements, placements)):
+        assert grad == placement or (isinstance(grad, Partial) and isinstance(placement, Replicate)), dim
+    partial = (dim for dim, placement in enumerate(placements) if isinstance(placement, Partial))
+    return _Reduction(mesh, tuple(dim for dim in partial if mesh.size(dim) > 1), parameter.device)

@@ -1,0 +1,51 @@
+"""Expert parallelism: every rank holds some of the experts."""
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Partial, Replicate, Shard
+
+from ._layout import Layout, lay_out
+from ._protocols import SupportsExpertParallel
+
+_DIMS = ("ep_replicate", "ep_shard", "ep")
+
+
+def parallelize_expert_parallel(moe: SupportsExpertParallel, mesh: DeviceMesh) -> None:
+    """Split the experts of one mixture of experts over the ranks of a mesh.
+
+    Expert parameters become DTensors, split on dim 0 over ``ep`` and replicated over ``ep_replicate``; tokens reach
+    their experts through the module's own dispatch, which is given the group of ``ep``. A gradient is complete over
+    ``ep`` (every token that an expert saw, whatever rank it came from) and Partial over ``ep_replicate``. Parameters
+    outside the experts are left alone: lay them out with `parallelize_replicate` afterwards.
+
+    Args:
+        moe: A module with `SupportsExpertParallel`, changed in place; may be on ``meta``.
+        mesh: With the dims ``ep_replicate``, ``ep_shard`` and ``ep``, as the "expert" domain of `d9d.mesh` has them.
+            ``ep_shard`` is of size 1.
+
+    Raises:
+        TypeError: ``moe`` is not a module with `SupportsExpertParallel`.
+        ValueError: The mesh has other dims, shards experts further, or its ``ep`` does not divide the experts.
+    """
+    if not isinstance(moe, nn.Module) or not isinstance(moe, SupportsExpertParallel):
+        raise TypeError(
+            f"{type(moe).__name__} cannot be expert-parallel: it needs to be an nn.Module with num_experts, "
+            "expert_parameters() and set_expert_group()"
+        )
+    if mesh.mesh_dim_names != _DIMS:
+        raise ValueError(f"expert parallelism takes a mesh with the dims {_DIMS}, got {mesh.mesh_dim_names}")
+    _, ep_shard, ep = mesh.shape
+    if ep_shard > 1:
+        raise ValueError(
+            f"the mesh has ep_shard = {ep_shard}, and sharding the experts of one ep rank is not supported yet: "
+            "choose degrees with expert = shard · context · tensor, or more experts ranks"
+        )
+    if moe.num_experts % ep:
+        raise ValueError(
+            f"{moe.num_experts} experts do not divide over {ep} expert-parallel ranks: "
+            f"choose mesh.expert so that it divides {moe.num_experts}"
+        )
+    split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
+    experts = set(moe.expert_parameters())
+    lay_out(moe, lambda parameter: split if parameter in experts else None)
+    moe.set_expert_group(mesh.get_group("ep"))

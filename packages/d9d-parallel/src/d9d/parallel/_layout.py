@@ -1,0 +1,82 @@
+"""DTensors for the world, local tensors for the module that computes with them."""
+
+from collections.abc import Callable
+from functools import cache
+from typing import Any
+
+import attrs
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement, distribute_tensor
+
+_GRAD_PLACEMENTS = "_d9d_grad_placements"
+
+
+@attrs.frozen
+class Layout:
+    """How one parameter lies on a mesh."""
+
+    mesh: DeviceMesh
+    placements: tuple[Placement, ...]
+    grad_placements: tuple[Placement, ...]
+    """What backward leaves on each mesh dim: Partial where ranks hold addends, else as the parameter."""
+
+
+def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None]) -> None:
+    """Replace parameters of a module by DTensors, of which the module's own code sees the local tensors.
+
+    ``module.weight`` becomes a property that gives the local tensor, whoever reads it; ``parameters()``,
+    ``state_dict()`` and optimizers see the DTensor. Nothing is swapped around a forward call, so a failed one leaves
+    nothing behind, and a recomputed block sees what it saw the first time.
+
+    Values come from the first rank of each mesh dim. A parameter that several modules share stays shared.
+
+    Args:
+        module: Changed in place.
+        layout_of: The layout of a parameter; ``None`` leaves it alone.
+    """
+    new: dict[nn.Parameter, nn.Parameter] = {}
+    for owner in list(module.modules()):
+        views: dict[str, tuple[Placement, ...]] = {}
+        for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
+            if parameter not in new:
+                if (layout := layout_of(parameter)) is None:
+                    continue
+                new[parameter] = _distribute(parameter, layout)
+            setattr(owner, name, new[parameter])
+            views[name] = vars(new[parameter])[_GRAD_PLACEMENTS]
+        if views:
+            # mypy takes nn.Module's __hash__ for that of its class
+            owner.__class__ = _with_local_views(type(owner), frozenset(views.items()))  # type: ignore[arg-type]
+
+
+def grad_placements(parameter: DTensor) -> tuple[Placement, ...] | None:
+    """What backward leaves on each dim of the parameter's mesh; ``None`` where no function of ours laid it out."""
+    found: tuple[Placement, ...] | None = vars(parameter).get(_GRAD_PLACEMENTS)
+    return found
+
+
+def _distribute(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
+    distributed = distribute_tensor(parameter.detach(), layout.mesh, layout.placements)
+    new = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
+    vars(new).update(vars(parameter))
+    setattr(new, _GRAD_PLACEMENTS, layout.grad_placements)
+    return new
+
+
+@cache
+def _with_local_views(base: type[nn.Module], views: frozenset[tuple[str, tuple[Placement, ...]]]) -> type[nn.Module]:
+    """A subclass whose named parameters read as local tensors, as `fully_shard` makes one for its modules."""
+    properties: dict[str, Any] = {name: property(_local_view(name, placements)) for name, placements in views}
+    return type(f"Parallel{base.__name__}", (base,), properties)
+
+
+def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Module], Tensor | None]:
+    def local(module: nn.Module) -> Tensor | None:
+        parameter = module._parameters[name]  # noqa: SLF001 - where nn.Module keeps what this property hides
+        if not isinstance(parameter, DTensor):
+            return parameter
+        view: Tensor = parameter.to_local(grad_placements=placements)
+        return view
+
+    return local

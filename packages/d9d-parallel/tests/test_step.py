@@ -1,0 +1,215 @@
+"""One optimizer step under every layout against one process; fp64."""
+
+import attrs
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
+
+from d9d.mesh import DistContext, MeshConfig, materialize
+from d9d.mesh.testing import run_world
+from d9d.parallel import (
+    GradientSync,
+    LossSum,
+    global_norm,
+    parallelize_expert_parallel,
+    parallelize_replicate,
+    scale_and_clip_,
+)
+
+VOCABULARY, WIDTH, EXPERTS = 13, 6, 4
+
+
+class Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, x.contiguous(), group=group)
+        return torch.cat(parts)
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        total = gradient.clone()
+        dist.all_reduce(total, group=ctx.group)
+        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
+
+
+class Sum(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
+        ctx.group = group
+        total = x.clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, gradient: Tensor):
+        return Sum.apply(gradient, ctx.group), None
+
+
+class DenselyMixedExperts(nn.Module):
+    """Every expert sees every token: the smallest module whose experts may live elsewhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_experts = EXPERTS
+        self.router = nn.Linear(WIDTH, EXPERTS)
+        self.weight = nn.Parameter(torch.empty(EXPERTS, WIDTH, WIDTH))
+        self.group: ProcessGroup | None = None
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.3)
+
+    def expert_parameters(self):
+        yield self.weight
+
+    def set_expert_group(self, group: ProcessGroup, *, dispatcher: str | None = None) -> None:
+        self.group = group
+
+    def forward(self, x_TH: Tensor) -> Tensor:
+        share_TE = self.router(x_TH).softmax(-1)
+        if self.group is None:
+            return torch.einsum("te,th,ehg->tg", share_TE, x_TH, self.weight).tanh()
+        size, rank = dist.get_world_size(self.group), dist.get_rank(self.group)
+        x = Gather.apply(x_TH, self.group)
+        share = Gather.apply(share_TE, self.group).chunk(size, -1)[rank]
+        y = Sum.apply(torch.einsum("te,th,ehg->tg", share, x, self.weight), self.group)
+        return y.chunk(size)[rank].tanh()
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.moe = DenselyMixedExperts()
+        self.unused = nn.Linear(WIDTH, WIDTH)
+        self.frozen = nn.Linear(WIDTH, WIDTH).requires_grad_(requires_grad=False)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids).flatten(0, 1)
+        return self.head(x + self.moe(self.frozen(x)))
+
+
+def loss_sum(model: Model, ids: Tensor, labels: Tensor) -> LossSum:
+    total = F.cross_entropy(model(ids), labels.flatten(), ignore_index=-100, reduction="sum")
+    return LossSum(total, (labels != -100).sum())
+
+
+def global_batch(valid: tuple[int, ...] = (1, 7, 3, 5, 0, 8, 2, 6)) -> tuple[Tensor, Tensor]:
+    """Samples of 8 tokens, of which so many have labels."""
+    generator = torch.Generator().manual_seed(5)
+    ids = torch.randint(VOCABULARY, (len(valid), 8), generator=generator)
+    labels = torch.randint(VOCABULARY, (len(valid), 8), generator=generator)
+    for row, count in enumerate(valid):
+        labels[row, count:] = -100
+    return ids, labels
+
+
+@attrs.frozen
+class Step:
+    loss: float
+    weight: int
+    norm: float
+    gradients: dict[str, Tensor]
+
+
+def reference(valid: tuple[int, ...] = (1, 7, 3, 5, 0, 8, 2, 6)) -> Step:
+    """Plain autograd of the mean over the whole batch."""
+    model = build()
+    loss = loss_sum(model, *global_batch(valid))
+    (loss.sum / loss.weight.clamp(min=1)).backward()
+    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained(model)}
+    norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
+    return Step(loss.mean().item(), int(loss.weight), norm, gradients)
+
+
+def build() -> Model:
+    with torch.device("meta"):
+        model = Model().to(torch.float64)
+    materialize(model, device=torch.device("cpu"), seed=3)
+    return model
+
+
+def trained(model: nn.Module):
+    return [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+
+def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], bucket_bytes: int = 32 << 20) -> Step:
+    context = DistContext.launch(config, "cpu")
+    with torch.device("meta"):
+        model = Model().to(torch.float64)
+    if config.expert > 1:
+        parallelize_expert_parallel(model.moe, context.mesh("expert")["ep_replicate", "ep_shard", "ep"])
+    parallelize_replicate(model, context.mesh("dense")["dp_replicate", "dp_cp_shard"])
+    materialize(model, device=context.device, seed=3)
+    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
+    sync = GradientSync([list(model.parameters())], bucket_bytes=bucket_bytes, grad_dtype=torch.float64)
+    batch = context.mesh("batch")
+    rank, ranks = batch.get_local_rank("dp"), batch["dp"].size()
+    ids, labels = (t.chunk(ranks)[rank].chunk(accumulation) for t in global_batch(valid))
+    for _ in range(2):  # the second step must not see the first
+        totals = LossSum(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64))
+        for i in range(accumulation):
+            with sync.microbatch(0, last=i == accumulation - 1):
+                loss = loss_sum(model, ids[i], labels[i])
+                loss.sum.backward()
+            totals += loss.detach()
+        sync.finish()
+    for tensor in (totals.sum, totals.weight):
+        dist.all_reduce(tensor, group=batch.get_group("dp"))
+    norm = global_norm(model.parameters())
+    scale_and_clip_(model.parameters(), weight=totals.weight, norm=norm, max_norm=None)
+    gradients = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in trained(model)}
+    weight = int(totals.weight)
+    return Step(totals.mean().item(), weight, norm.item() / max(weight, 1), gradients)
+
+
+def run_steps(cases) -> list[Step]:
+    return [run_step(*case) for case in cases]
+
+
+def assert_same(step: Step, expected: Step) -> None:
+    assert step.weight == expected.weight
+    torch.testing.assert_close(step.loss, expected.loss, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(step.norm, expected.norm, rtol=1e-12, atol=1e-14)
+    assert step.gradients.keys() == expected.gradients.keys()
+    for name, gradient in step.gradients.items():
+        torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-11, atol=1e-15, msg=name)
+
+
+VALID = (1, 7, 3, 5, 0, 8, 2, 6)
+
+
+@pytest.mark.parametrize(
+    ("world", "experts"),
+    [(1, (1,)), (2, (1, 2)), (4, (1, 2, 4))],
+)
+def test_any_replication_experts_and_accumulation_give_the_update_of_one_process(world, experts):
+    """Cases 1 and 8: every valid label weighs the same, wherever it is."""
+    expected = reference()
+    cases = [
+        (MeshConfig(replicate=world, expert=e), accumulation, VALID, bucket_bytes)
+        for e in experts
+        for accumulation in (1, 2)
+        for bucket_bytes in (1, 32 << 20)
+    ]
+    for steps in run_world(world, run_steps, cases):
+        for step in steps:
+            assert_same(step, expected)
+
+
+def test_labels_ignored_in_a_microbatch_on_a_rank_and_everywhere():
+    """Case 7."""
+    some, none = (0, 0, 0, 0, 3, 0, 2, 6), (0,) * 8
+    for partly, nothing in run_world(
+        2, run_steps, [(MeshConfig(replicate=2, expert=2), 2, some), (MeshConfig(replicate=2), 2, none)]
+    ):
+        assert_same(partly, reference(some))
+        assert nothing.loss == nothing.weight == nothing.norm == 0
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in nothing.gradients.values())

@@ -1,0 +1,78 @@
+"""GradientSync beyond the happy path."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from d9d.mesh import DistContext, MeshConfig
+from d9d.mesh.testing import run_world
+from d9d.parallel import GradientSync, parallelize_replicate
+
+
+def test_tiny_gradients_of_bf16_parameters_are_not_lost():
+    weight = nn.Parameter(torch.ones(4, dtype=torch.bfloat16))
+    sync = GradientSync([[weight]])
+    for i in range(1000):
+        with sync.microbatch(0, last=i == 999):
+            ((weight * 1.0).sum() * (1000.0 if i == 0 else 1.0)).backward()
+    sync.finish()
+    assert weight.grad.dtype == torch.float32
+    assert weight.grad.tolist() == [1999.0] * 4
+
+
+def test_steps_are_used_in_order():
+    weight = nn.Parameter(torch.ones(2))
+    sync = GradientSync([[weight]])
+    with pytest.raises(RuntimeError, match="no microbatch has begun"):
+        sync.finish()
+    with pytest.raises(RuntimeError, match="outside GradientSync.microbatch"):
+        weight.sum().backward()
+    weight.grad = None
+    with sync.microbatch(0, last=False):
+        weight.sum().backward()
+    with pytest.raises(RuntimeError, match=r"stages \[0\] have had no microbatch with last=True"):
+        sync.finish()
+    with sync.microbatch(0, last=True):
+        weight.sum().backward()
+        with pytest.raises(RuntimeError, match="after its sum over ranks had started"):
+            weight.sum().backward()
+
+
+def _different_parameters_on_each_rank() -> list[list[float]]:
+    """Case 14, and ranks that fill buckets in different orders."""
+    module = nn.ModuleList(nn.Linear(1, 1, bias=False) for _ in range(4))
+    parallelize_replicate(module, DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"])
+    sync = GradientSync([list(module.parameters())], bucket_bytes=1)
+    rank = dist.get_rank()
+    used = [[(0, 1), (2,)], [(3,), ()]][rank]
+    for i, layers in enumerate(used):
+        with sync.microbatch(0, last=i == 1):
+            for layer in layers:
+                (module[layer].weight.sum() * (layer + 1)).backward()
+    sync.finish()
+    return [p.grad.full_tensor().flatten().tolist() for p in module.parameters()]
+
+
+def test_ranks_may_use_different_parameters():
+    for gradients in run_world(2, _different_parameters_on_each_rank):
+        assert gradients == [[1.0], [2.0], [3.0], [4.0]]
+
+
+def _failing_then_good() -> list[float]:
+    layer = nn.Linear(2, 1, bias=False)
+    parallelize_replicate(layer, DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"])
+    sync = GradientSync([list(layer.parameters())])
+    with sync.microbatch(0, last=False):
+        layer(torch.ones(1, 2)).sum().backward()
+    with pytest.raises(RuntimeError, match="shapes"), sync.microbatch(0, last=True):
+        layer(torch.ones(1, 3))
+    with sync.microbatch(0, last=True):
+        layer(torch.ones(1, 2)).sum().backward()
+    sync.finish()
+    return next(layer.parameters()).grad.to_local().flatten().tolist()
+
+
+def test_a_step_after_a_failed_one_starts_from_zero():
+    """Case 46."""
+    assert run_world(2, _failing_then_good) == [[2.0, 2.0]] * 2
