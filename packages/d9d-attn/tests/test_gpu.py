@@ -46,7 +46,7 @@ def run(backend, inputs, mask, upstream):
 
 @pytest.mark.parametrize("name", masks() if torch.cuda.is_available() else [])
 @pytest.mark.parametrize("dims", [(128, 128), (64, 64), (96, 64)])
-@pytest.mark.parametrize("kernels", [None, ("efficient", "math"), ("math",)])
+@pytest.mark.parametrize("kernels", [{}, {"kernels": ("flash", "efficient", "math")}, {"masked_kernels": ("math",)}])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torch_backend_on_cuda(name, dims, kernels, dtype):
     torch.manual_seed(0)
@@ -57,14 +57,34 @@ def test_torch_backend_on_cuda(name, dims, kernels, dtype):
 
     inputs, upstream = (randn(8, head_dim), randn(2, head_dim), randn(2, value_dim)), randn(8, value_dim)
     mask = masks()[name]
-    backend = (TorchAttentionConfig() if kernels is None else TorchAttentionConfig(kernels=kernels)).build()
-    found = run(backend, inputs, mask, upstream)
+    found = run(TorchAttentionConfig(**kernels).build(), inputs, mask, upstream)
     expected = run(EagerAttentionConfig().build(), [x.double() for x in inputs], mask, upstream.double())
     for a, b in zip(found, expected):
         assert a.dtype == dtype
         assert a.isfinite().all()
         error = (a.double() - b).norm() / b.norm()
         assert error < (8e-3 if dtype == torch.bfloat16 else 2e-3)
+
+
+@pytest.mark.parametrize("name", ["window", "left padding"])
+def test_scores_far_below_zero_have_finite_gradients_under_a_mask(name):
+    """cuDNN fails here for lengths of 64 beyond a multiple of 128, such as S (pytorch#196678)."""
+    q, k, v = (torch.randn(B, S, 1, 64, device="cuda", dtype=torch.bfloat16) * 0.1 for _ in range(3))
+    q[..., 0], k[..., 0] = 1.0, -1200.0
+    upstream = torch.randn(B, S, 1, 64, device="cuda", dtype=torch.bfloat16)
+    for x in run(TorchAttentionConfig().build(), (q, k, v), masks()[name], upstream):
+        assert x.isfinite().all()
+
+
+def test_plain_causal_attention_runs_on_cudnn_on_hopper():
+    if torch.cuda.get_device_capability()[0] != 9 or (torch.backends.cudnn.version() or 0) <= 91500:
+        pytest.skip("torch prefers cuDNN on Hopper from cuDNN 9.15.1 on")
+    q, k, v = (torch.randn(B, S, h, 128, device="cuda", dtype=torch.bfloat16) for h in (8, 2, 2))
+    default, cudnn = (
+        TorchAttentionConfig(kernels=kernels).build()(q, k, v, AttentionMask(), scale=0.1)
+        for kernels in (None, ["cudnn"])
+    )
+    assert torch.equal(default, cudnn)
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])

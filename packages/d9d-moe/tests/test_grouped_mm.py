@@ -23,8 +23,12 @@ def reference(x, weight, counts):
 
 
 @pytest.mark.parametrize("counts", [[2, 0, 3], [0, 0, 0], [5, 0, 0], [0, 0, 1]])
-@pytest.mark.parametrize(("backend", "dtype"), [(EAGER, torch.float64), (TORCH, torch.float32)])
-def test_products_are_right_with_empty_groups(backend, dtype, counts):
+@pytest.mark.parametrize(
+    ("backend", "dtype", "blackwell"),
+    [(EAGER, torch.float64, False), (TORCH, torch.float32, False), (TORCH, torch.float32, True)],
+)
+def test_products_are_right_with_empty_groups(monkeypatch, backend, dtype, blackwell, counts):
+    monkeypatch.setattr("d9d.moe._grouped_mm._spoils_empty_groups", lambda device: blackwell)
     counts = torch.tensor(counts, dtype=torch.int32)
     x = torch.randn(int(counts.sum()), 8, dtype=dtype, requires_grad=True)
     weight = torch.randn(3, 4, 8, dtype=dtype, requires_grad=True)

@@ -40,23 +40,32 @@ class TorchAttentionConfig(AttentionBackendConfig):
     priority: ClassVar[int | None] = 10
     capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(Feature) - {Feature.SINKS})
 
-    kernels: tuple[str, ...] = attrs.field(
-        default=("cudnn", "flash", "efficient", "math"), converter=tuple, validator=_check_kernels
+    kernels: tuple[str, ...] | None = attrs.field(
+        default=None,
+        converter=attrs.converters.optional(tuple),
+        validator=attrs.validators.optional(_check_kernels),
     )
-    """Kernels to try on CUDA, best first; the first that supports the inputs runs. On an H200, cuDNN takes
-    0.55 to 0.6 of FlashAttention's time."""
+    """CUDA kernels to try for plain causal attention, best first. None is torch's own order: since 2.11 cuDNN first on
+    Hopper and Blackwell, where it takes 0.55 to 0.6 of FlashAttention's time, but not where cuDNN is older than 9.15.1,
+    which is wrong for lengths that are no multiple of 128 (pytorch#169849)."""
+
+    masked_kernels: tuple[str, ...] = attrs.field(
+        default=("efficient", "math"), converter=tuple, validator=_check_kernels
+    )
+    """CUDA kernels to try with a mask, best first. FlashAttention takes none; cuDNN's gradient of q can be NaN with one
+    (pytorch#196678), and it has no gradient for a bias."""
 
     def build(self) -> AttentionBackend:
         """Make the backend."""
-        return TorchAttention([KERNELS[name] for name in self.kernels])
+        return TorchAttention(self)
 
 
 @attrs.frozen
 class TorchAttention:
     """The backend; see TorchAttentionConfig."""
 
-    kernels: list[SDPBackend]
-    """Kernels to try on CUDA, best first."""
+    config: TorchAttentionConfig
+    """Its settings."""
 
     def __call__(
         self,
@@ -75,21 +84,43 @@ class TorchAttention:
         """
         if sinks_H is not None:
             raise ValueError("the attention backend 'torch' has no sinks; use 'eager'")
-        batch, queries, heads, _ = q_BSHD.shape
-        keys, key_heads = k_BTGD.shape[1:3]
         q, k, v = q_BSHD.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGE.transpose(1, 2)
-        grouped = heads != key_heads
-        kernels = sdpa_kernel(self.kernels, set_priority=True) if q.is_cuda else contextlib.nullcontext()
-        with kernels:
-            if mask.is_exactly_causal(queries, keys):
-                out = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=grouped)
-                return out.transpose(1, 2)
-            visibility = mask.visibility(batch=batch, queries=queries, keys=keys, device=q.device)
-            # Kernels disagree on rows without any key (zeros, NaN, means): let them see all, then drop the result.
-            if mask.additive is None:
-                attn_mask = visibility.keys | visibility.blind
-            else:
-                bias = mask.additive.to(q.dtype).masked_fill(~visibility.keys, float("-inf"))
-                attn_mask = bias.masked_fill(visibility.blind, 0.0)
-            out = F.scaled_dot_product_attention(q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=grouped)
-            return out.masked_fill(visibility.blind, 0.0).transpose(1, 2)
+        if mask.is_exactly_causal(q.shape[2], k.shape[2]):
+            return self._causal(q, k, v, scale).transpose(1, 2)
+        return self._masked(q, k, v, mask, scale).transpose(1, 2)
+
+    def _causal(self, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
+        if q.is_cuda and q.dtype.itemsize > 2:  # cuDNN and FlashAttention share heads but take half precision only
+            k, v = _one_key_head_each(q, k, v)
+        with _prefer(self.config.kernels if q.is_cuda else None):
+            return F.scaled_dot_product_attention(
+                q, k, v, is_causal=True, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, scale: float) -> Tensor:
+        visibility = mask.visibility(batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], device=q.device)
+        # Kernels disagree on rows without any key (zeros, NaN, means): let them see all, then drop the result.
+        if mask.additive is None:
+            attn_mask = visibility.keys | visibility.blind
+        else:
+            bias = mask.additive.to(q.dtype).masked_fill(~visibility.keys, float("-inf"))
+            attn_mask = bias.masked_fill(visibility.blind, 0.0)
+        if q.is_cuda:  # the memory-efficient kernel shares no heads
+            k, v = _one_key_head_each(q, k, v)
+        with _prefer(self.config.masked_kernels if q.is_cuda else None):
+            out = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+            )
+        return out.masked_fill(visibility.blind, 0.0)
+
+
+def _one_key_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Repeat key heads until each query head has its own."""
+    times = q.shape[1] // k.shape[1]
+    return (k, v) if times == 1 else (k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
+
+
+def _prefer(kernels: tuple[str, ...] | None) -> contextlib.AbstractContextManager[object]:
+    if kernels is None:
+        return contextlib.nullcontext()
+    return sdpa_kernel([KERNELS[name] for name in kernels], set_priority=True)

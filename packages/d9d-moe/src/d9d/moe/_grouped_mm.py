@@ -105,13 +105,22 @@ def eager_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
 
 def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
     """Call torch's kernel; see GroupedMM. Counts stay on the device and need no alignment."""
-    if x_NK.shape[0] == 0:  # the kernel refuses it; any expert's product is this empty one, with zero gradients
+    if x_NK.shape[0] == 0:  # any expert's product is this empty one, with zero gradients
         return F.linear(x_NK, weight_EMK[0])
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
-    y_NM = F.grouped_mm(x_NK.contiguous(), weight_EMK.transpose(1, 2), offs=ends_E)
+    weight_EKM = weight_EMK.transpose(1, 2)
+    y_NM = F.grouped_mm(x_NK.contiguous(), weight_EKM, offs=ends_E)
     if y_NM.requires_grad:  # the kernel refuses expanded gradients, as that of a plain sum
         y_NM.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+    if weight_EKM.requires_grad and _spoils_empty_groups(x_NK.device):
+        is_empty_E11 = (counts_E == 0)[:, None, None]
+        weight_EKM.register_hook(lambda grad: grad.masked_fill(is_empty_E11, 0.0))  # type: ignore[no-untyped-call]
     return y_NM
+
+
+def _spoils_empty_groups(device: torch.device) -> bool:
+    """Whether the gradient of a weight without rows is not zero: on Blackwell (pytorch#172439)."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
 @grouped_mm_backends.register

@@ -72,6 +72,8 @@ def sum_rows(y_NH: Tensor, index: RowIndex) -> Tensor:
 
 
 def _sum_by_token(y_NH: Tensor, row_N: Tensor, start_T: Tensor) -> Tensor:
+    if y_NH.shape[0] == 0:
+        return y_NH.new_zeros(start_T.shape[0] - 1, y_NH.shape[1])
     # An embedding bag is this very sum in one kernel: it accumulates in fp32 and materializes nothing.
     return F.embedding_bag(row_N, y_NH.contiguous(), start_T, mode="sum", include_last_offset=True)
 
