@@ -1,0 +1,161 @@
+"""Train a Qwen3-MoE on the source text of Python's standard library, byte by byte.
+
+    uv run examples/qwen3_moe/pretrain.py
+    uv run examples/qwen3_moe/pretrain.py --help
+    uv run torchrun --nproc-per-node 4 examples/qwen3_moe/pretrain.py --mesh.replicate 4 --mesh.expert 2
+
+Started again with the same directory, it goes on after the last checkpoint.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import attrs
+import torch
+from order2 import Order2Model
+from stdlib_bytes import ByteWindows, collate, read_library
+from torch import Tensor, nn
+
+from d9d.ckpt import Mapper, export
+from d9d.loop import Metric, Trainer, TrainerConfig, evaluate
+from d9d.loop.config import from_command_line
+from d9d.mesh import DistContext, MeshConfig
+from d9d.models import CausalLMContext, CausalLMOutput
+from d9d.models.qwen3_moe import (
+    Qwen3MoEConfig,
+    Qwen3MoEForCausalLM,
+    config_to_hugging_face,
+    mapper_from_hugging_face,
+    parallelize_qwen3_moe,
+)
+from d9d.parallel import LossSum, StageInfo
+
+
+@attrs.frozen(kw_only=True)
+class PretrainConfig:
+    """What this script takes from its config file and its command line."""
+
+    model: Qwen3MoEConfig
+    """Sizes of the model; at least 256 tokens."""
+
+    trainer: TrainerConfig
+    """The run."""
+
+    mesh: MeshConfig = attrs.field(factory=MeshConfig)
+    """Degrees of parallelism."""
+
+    held_out_bytes: int = 200_000
+    """About how much text is held out, in whole files."""
+
+    device: str | None = None
+    """"cpu" or "cuda"; none: CUDA where there is any."""
+
+    export: bool = True
+    """Whether to write the trained model for Hugging Face's transformers, into the directory of the run."""
+
+
+@attrs.frozen
+class Qwen3MoEProvider:
+    """How the trainer gets its model."""
+
+    config: Qwen3MoEConfig
+
+    def build(self, stage: StageInfo) -> Qwen3MoEForCausalLM:
+        """The whole model: there is one stage."""
+        assert stage.count == 1
+        return Qwen3MoEForCausalLM(self.config)
+
+    def parallelize(self, module: nn.Module, stage: StageInfo, ctx: DistContext) -> None:
+        """Experts over ep, the rest on every rank."""
+        del stage
+        assert isinstance(module, Qwen3MoEForCausalLM)
+        parallelize_qwen3_moe(module, ctx)
+
+    def mapper(self, module: nn.Module) -> Mapper:
+        """From Hugging Face's names."""
+        del module
+        return mapper_from_hugging_face(self.config)
+
+    def flops_per_token(self, sequence: int) -> float:
+        """For the MFU."""
+        return self.config.flops_per_token(sequence)
+
+
+class NextByte:
+    """Predict every byte of a sample from those before it."""
+
+    def inputs(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, CausalLMContext]:
+        """Tokens, positions and labels."""
+        inputs, labels = batch
+        positions = torch.arange(inputs.shape[1], device=inputs.device).expand_as(inputs)
+        return inputs, CausalLMContext(position_ids=positions, labels=labels)
+
+    def loss(self, out: CausalLMOutput, shared: CausalLMContext) -> LossSum:
+        """Summed cross-entropy."""
+        del shared
+        assert out.loss is not None
+        return out.loss
+
+    def metrics(self) -> Mapping[str, Metric]:
+        """Nothing beyond the loss."""
+        return {}
+
+
+def main(config: PretrainConfig) -> bool:
+    """Train, compare, export; whether training beat the order-2 model."""
+    sequence = config.trainer.sequence or 256
+    files, held_out_files = read_library(held_out_bytes=config.held_out_bytes)
+    with DistContext.launch(config.mesh, config.device) as ctx:
+        ctx.configure_logging()
+        provider, task = Qwen3MoEProvider(config.model), NextByte()
+        make_batch = partial(collate, sequence=sequence)
+        trainer = Trainer(
+            config.trainer,
+            ctx=ctx,
+            provider=provider,
+            task=task,
+            dataset=ByteWindows(files, sequence),
+            collate=make_batch,
+        )
+
+        def held_out_bits() -> float:
+            dataset = ByteWindows(held_out_files, sequence)
+            microbatch = config.trainer.microbatch
+            total = evaluate(trainer.module, task, dataset, collate=make_batch, microbatch=microbatch, ctx=ctx)
+            return total.mean().item() / math.log(2)
+
+        before_at = trainer.step
+        before = held_out_bits()
+        trainer.run()
+        after = held_out_bits()
+        if config.export:
+            export_hugging_face(trainer, config)
+        order2 = Order2Model(files).bits_per_byte(held_out_files)
+        if ctx.is_main:
+            print("bits per byte on held-out files")
+            print(f"  at step {before_at:<6} {before:.3f}")
+            print(f"  at step {trainer.step:<6} {after:.3f}")
+            print(f"  order-2 model  {order2:.3f}")
+    return after < order2
+
+
+def export_hugging_face(trainer: Trainer, config: PretrainConfig) -> None:
+    """Write what `transformers.AutoModelForCausalLM.from_pretrained` loads."""
+    directory = config.trainer.directory / "hugging_face"
+    hugging_face: dict[str, Any] = config_to_hugging_face(config.model, dtype=config.trainer.dtype)
+    export(
+        dict(trainer.module.named_parameters()),
+        mapper_from_hugging_face(config.model).inverse(),
+        directory,
+        extra_files={"config.json": json.dumps(hugging_face, indent=2) + "\n"},
+    )
+
+
+if __name__ == "__main__":
+    defaults = Path(__file__).with_name("small.toml")
+    sys.exit(0 if main(from_command_line(PretrainConfig, file=defaults)) else 1)
