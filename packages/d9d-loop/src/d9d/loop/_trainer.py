@@ -85,9 +85,8 @@ class Trainer:
                 if is_last or self.step % self.config.log_every == 0:
                     log.write(self.step, result, self.tokens)
                 if is_last or self.step % self.config.checkpoint_every == 0:
-                    log.flush()
-                    self.save()
-                    log.restart_clock()
+                    with log.before_checkpoint():
+                        self.save()
 
     def train_step(self) -> StepResult:
         """One optimizer step on the next global batch; after an error the step has not been made.
