@@ -11,7 +11,7 @@ from ._tagged import kind_of
 def default_of(field: "attrs.Attribute[Any]") -> Any:
     """The default value of a field, or `attrs.NOTHING` where it is required or made from other fields."""
     default: Any = field.default
-    if not isinstance(default, attrs.Factory):  # type: ignore[arg-type]  # typed as a function, and is a class
+    if not isinstance(default, attrs.Factory):  # type: ignore[arg-type]  # ty: ignore[invalid-argument-type] (a class, typed as a function)
         return default
     return attrs.NOTHING if default.takes_self else default.factory()
 

@@ -10,7 +10,7 @@ from typing import Any, get_args, get_type_hints
 import attrs
 
 from ._defaults import default_of
-from ._structure import describe
+from ._structure import describe, is_union
 from ._tagged import is_union_root, kind_of
 
 
@@ -38,8 +38,9 @@ def _class_lines(cls: type[Any], prefix: str, instance: Any) -> Iterator[str]:
 
 
 def _field_lines(path: str, cls: Any, default: Any, docstring: str) -> Iterator[str]:
-    nested = next((member for member in (cls, *get_args(cls)) if is_union_root(member) or attrs.has(member)), None)
-    if nested is None or isinstance(default, tuple):
+    members = get_args(cls) if is_union(cls) else (cls,)
+    nested = next((member for member in members if is_union_root(member) or attrs.has(member)), None)
+    if nested is None:
         yield f"{path} {describe(cls)} ({_shown(default)})"
         yield from _indent(docstring)
     elif is_union_root(nested):

@@ -8,12 +8,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 import attrs
 import cattrs
 from cattrs.cols import mapping_structure_factory
-from cattrs.errors import (
-    AttributeValidationNote,
-    ClassValidationError,
-    IterableValidationError,
-    IterableValidationNote,
-)
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
 from ._defaults import with_defaults
@@ -26,12 +21,17 @@ NONE = "none"
 """How a TOML file or a command line, which have no null, says None for an optional field."""
 
 
+def is_union(cls: Any) -> bool:
+    """Whether a type is ``A | B``, or ``A | None``."""
+    return get_origin(cls) in {Union, UnionType}
+
+
 def describe(cls: Any) -> str:
     """A type as a user of the command line sees it."""
     members: tuple[Any, ...] = get_args(cls)
     if _is_literal(cls):
         return " | ".join(map(repr, members))
-    if _is_union(cls):
+    if is_union(cls):
         return " | ".join(NONE if member is NoneType else describe(member) for member in members)
     if _is_sequence(cls):
         return f"[{', '.join('...' if member is Ellipsis else describe(member) for member in members)}]"
@@ -46,7 +46,7 @@ def strict_converter() -> cattrs.Converter:
     converter.register_structure_hook_func(_is_literal, _structure_literal)
     converter.register_structure_hook_factory(_is_sequence, _sequence_hook(converter))
     converter.register_structure_hook_factory(_is_table, _table_hook(converter))
-    converter.register_structure_hook_factory(_is_union, _union_hook(converter))
+    converter.register_structure_hook_factory(is_union, _union_hook(converter))
     converter.register_structure_hook_factory(attrs.has, _class_hook(converter))
     converter.register_structure_hook_factory(is_union_root, _tagged_hook(converter))
     return converter
@@ -62,10 +62,6 @@ def _is_sequence(cls: Any) -> bool:
 
 def _is_table(cls: Any) -> bool:
     return get_origin(cls) in {dict, Mapping}
-
-
-def _is_union(cls: Any) -> bool:
-    return get_origin(cls) in {Union, UnionType}
 
 
 def _expected(cls: Any, value: object) -> ValueError:
@@ -105,7 +101,7 @@ def _sequence_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
                     error.add_note(IterableValidationNote(f"item {index}", index, member))
                     errors.append(error)
             if errors:
-                raise IterableValidationError(f"in {cls!r}", errors, cls)
+                raise ExceptionGroup(f"in {cls!r}", errors)
             return origin(items)
 
         return structure
@@ -183,7 +179,7 @@ def _tagged_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
                 found = "required, but not given" if kind is None else f"found {kind!r}"
                 problem = ValueError(f"{found}; {nearest(str(kind), root.kinds())}")
                 problem.add_note(AttributeValidationNote("the kind of a union", "kind", str))
-                raise ClassValidationError(f"in {root!r}", [problem], root)
+                raise ExceptionGroup(f"in {root!r}", [problem])
             return converter.structure(value, member)
 
         return structure
