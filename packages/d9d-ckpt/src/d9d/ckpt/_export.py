@@ -120,9 +120,10 @@ def _shards(outputs: Iterable[_Output], layout: Layout, max_bytes: int, ranks: i
         for output in run:
             for region in output.needs:
                 for piece in layout.pieces[region.name]:
-                    overlap = piece.region.intersect(region)
-                    for holder in piece.holders if overlap else ():
-                        held[holder] += overlap.numel * layout.specs[region.name].dtype.itemsize
+                    part = piece.region.intersect(region)
+                    nbytes = part.numel * layout.specs[region.name].dtype.itemsize if part else 0
+                    for holder in piece.holders:
+                        held[holder] += nbytes
         owner = min(range(ranks), key=lambda rank: (sum(shard.owner == rank for shard in shards), -held[rank], rank))
         file = "model.safetensors" if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
         shards.append(_Shard(file, run, owner))

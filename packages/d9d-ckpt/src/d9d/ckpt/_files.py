@@ -51,10 +51,11 @@ class TensorFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            self._file = safe_open(path, framework="pt")  # type: ignore[no-untyped-call]
+            file: Any = safe_open(path, framework="pt")  # half annotated
         except SafetensorError as error:
             raise ValueError(f"{str(path)!r} is not a whole safetensors file: {error}") from error
-        self.specs = {name: self._spec(name) for name in self._file.keys()}  # noqa: SIM118  # no mapping
+        self._file = file
+        self.specs = {name: self._spec(name) for name in file.keys()}  # noqa: SIM118  # no mapping
 
     def _spec(self, name: str) -> TensorSpec:
         header = self._file.get_slice(name)
@@ -102,7 +103,7 @@ class TensorFileWriter:
         """Size of the finished file."""
         self._left = set(specs)
         self._file = path.open("xb", buffering=0)
-        self._file.write(len(text).to_bytes(8, "little") + text)
+        self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
         self._file.truncate(self.nbytes)
 
     def write(self, name: str, tensor: Tensor) -> int:
@@ -116,11 +117,13 @@ class TensorFileWriter:
         tensor = tensor.detach().cpu().contiguous()
         view = raw_bytes(tensor)
         self._file.seek(self._base + self._starts[name])
-        written = 0
-        while written < len(view):  # a single write stops at 2 GiB
-            written += self._file.write(view[written:])
+        self._write_all(view)
         self._left.discard(name)
         return zlib.crc32(view)
+
+    def _write_all(self, data: memoryview) -> None:
+        while data:  # a single write stops at 2 GiB
+            data = data[self._file.write(data) :]
 
     def __enter__(self) -> Self:
         return self

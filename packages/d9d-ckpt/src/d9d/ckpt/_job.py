@@ -107,8 +107,7 @@ class JobCheckpoints:
         if not chosen:
             return None
         with together(self._group):
-            checkpoint = JobCheckpoint(self._root / chosen[0], group=self._group)
-        return checkpoint
+            return JobCheckpoint(self._root / chosen[0], group=self._group)
 
     def _scan(self) -> list[_Saved]:
         """What lies in the directory, last first."""
@@ -127,11 +126,15 @@ class JobCheckpoints:
             yield saved
 
     def _prune(self, step: int) -> None:
-        complete = list(self._complete(warn=False))
-        kept = complete[: self._keep]
+        """Removes what the checkpoint of `step` makes superfluous."""
+        last_try: dict[int, _Saved] = {}
+        for saved in self._complete(warn=False):
+            if saved.step <= step:
+                last_try.setdefault(saved.step, saved)
+        kept = list(last_try.values())[: self._keep]
         for saved in self._scan():
-            if saved in kept or (saved.step > step and saved not in complete):
-                continue
-            shutil.rmtree(self._root / saved.name)
+            if saved.step <= step and saved not in kept:
+                # a name of its own first: a kill halfway leaves no broken checkpoint
+                (self._root / saved.name).rename(self._root / f".{saved.name}{PARTIAL}")
         for path in self._root.glob(f".step-*{PARTIAL}"):
             shutil.rmtree(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -63,15 +64,15 @@ def write_job_checkpoint(
         files, stored, rank_tensors, rank_values = zip(*ranks)
         with together(group):
             if rank_of(group) == 0:
+                chunks: dict[str, list[Stored]] = {name: [] for name in layout.specs}
+                for chunk in itertools.chain.from_iterable(stored):
+                    chunks[chunk.region.name].append(chunk)
                 manifest = Manifest(
                     step=step,
                     shared=shared,
                     files=dict(files),
                     specs=layout.specs,
-                    stored={
-                        name: [chunk for chunks in stored for chunk in chunks if chunk.region.name == name]
-                        for name in layout.specs
-                    },
+                    stored=chunks,
                     rank_tensors=rank_tensors,
                     rank_values=rank_values,
                 )

@@ -54,7 +54,7 @@ def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
             case Replicate():
                 pass
             case _StridedShard():
-                parts = _split(indices[placement.dim], placement.split_factor)
+                parts = _split(indices[placement.dim], int(placement.split_factor))
                 indices[placement.dim] = torch.cat([_split(part, size)[rank] for part in parts])
             case Shard():
                 indices[placement.dim] = _split(indices[placement.dim], size)[rank]

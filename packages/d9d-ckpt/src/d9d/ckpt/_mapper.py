@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Protocol
 
 import attrs
@@ -58,12 +58,16 @@ class Mapper(Protocol):
         ...
 
 
+def _names(values: Iterable[str]) -> tuple[str, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class Group:
     """The smallest set of tensors that are transformed together."""
 
-    inputs: tuple[str, ...] = attrs.field(converter=tuple)
-    outputs: tuple[str, ...] = attrs.field(converter=tuple)
+    inputs: tuple[str, ...] = attrs.field(converter=_names)
+    outputs: tuple[str, ...] = attrs.field(converter=_names)
     mapper: Mapper
     """What transforms exactly this group: a leaf with plain names, or a composite of such."""
 

@@ -42,11 +42,6 @@ class Pattern:
         object.__setattr__(self, "fields", frozenset(fields))
         object.__setattr__(self, "_regex", re.compile(regex) if fields else None)
 
-    @classmethod
-    def of(cls, text: str | Pattern) -> Pattern:
-        """Converter for fields of leaves."""
-        return text if isinstance(text, Pattern) else cls(text)
-
     def match(self, name: str) -> dict[str, str] | None:
         """Values of the fields with which the pattern is `name`."""
         if self._regex is None:
@@ -71,6 +66,11 @@ class Pattern:
 
     def __repr__(self) -> str:
         return repr(self.text)
+
+
+def as_pattern(text: str | Pattern) -> Pattern:
+    """Converter for fields of leaves."""
+    return text if isinstance(text, Pattern) else Pattern(text)
 
 
 def require_same_fields(*patterns: Pattern) -> None:

@@ -95,9 +95,9 @@ def trace(
     waived = [Pattern(text) for text in waive]
     outputs: dict[str, TensorSpec | None] = {}
     for group in groups:
-        for name in group.outputs:
-            if name in outputs:
-                problems.append(f"made twice: {name!r}, the second time by {group.mapper!r}")
+        problems += [
+            f"made twice: {name!r}, the second time by {group.mapper!r}" for name in group.outputs if name in outputs
+        ]
         missing = [name for name in group.inputs if name not in source]
         problems += [
             f"not in the checkpoint: {name!r}{nearest(name, unused)}, for {group.outputs[0]!r}" for name in missing

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 
 import attrs
 import torch
 from torch import Tensor
 
 
+def _dims(values: Iterable[int]) -> tuple[int, ...]:
+    return tuple(values)
+
+
 @attrs.frozen
 class TensorSpec:
     """Shape and dtype of a named tensor; for a DTensor the global shape."""
 
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    shape: tuple[int, ...] = attrs.field(converter=_dims)
     dtype: torch.dtype
 
     @classmethod
@@ -40,8 +45,8 @@ class Region:
     """The rectangle `[offset, offset + shape)` of the tensor called `name`."""
 
     name: str
-    offset: tuple[int, ...] = attrs.field(converter=tuple)
-    shape: tuple[int, ...] = attrs.field(converter=tuple)
+    offset: tuple[int, ...] = attrs.field(converter=_dims)
+    shape: tuple[int, ...] = attrs.field(converter=_dims)
 
     @classmethod
     def whole(cls, name: str, spec: TensorSpec) -> Region:

@@ -10,10 +10,9 @@ import attrs
 from torch import Tensor
 
 from d9d.ckpt._mapper import Group, Mapper
+from d9d.ckpt._mappers._chain import Chain, apply_step, infer_step
 from d9d.ckpt._names import natural_key
 from d9d.ckpt._spec import Region, TensorSpec
-
-from d9d.ckpt._mappers._chain import Chain, apply_step, infer_step
 
 T = TypeVar("T")
 

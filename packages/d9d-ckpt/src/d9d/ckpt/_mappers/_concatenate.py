@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from d9d.ckpt._mapper import Group
-from d9d.ckpt._names import Pattern, matches, require_same_fields
+from d9d.ckpt._names import Pattern, as_pattern, matches, require_same_fields
 from d9d.ckpt._spec import Region, TensorSpec
 
 
 def _patterns(names: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
-    return tuple(map(Pattern.of, names))
+    return tuple(map(as_pattern, names))
 
 
 def _sizes(values: Iterable[int]) -> tuple[int, ...]:
@@ -36,7 +36,7 @@ class Concatenate:
     """
 
     inputs: tuple[Pattern, ...] = attrs.field(converter=_patterns)
-    output: Pattern = attrs.field(converter=Pattern.of)
+    output: Pattern = attrs.field(converter=as_pattern)
     sizes: tuple[int, ...] = attrs.field(kw_only=True, converter=_sizes)
     """Length of each input along `dim`: from them a slice of the output is found without reading anything."""
     dim: int = attrs.field(default=0, kw_only=True, validator=attrs.validators.ge(0))
@@ -86,7 +86,7 @@ class Concatenate:
 class Chunk:
     """Cuts a tensor along `dim` into pieces of the given sizes: undoes `Concatenate`."""
 
-    input: Pattern = attrs.field(converter=Pattern.of)
+    input: Pattern = attrs.field(converter=as_pattern)
     outputs: tuple[Pattern, ...] = attrs.field(converter=_patterns)
     sizes: tuple[int, ...] = attrs.field(kw_only=True, converter=_sizes)
     """Length of each output along `dim`."""
@@ -118,7 +118,10 @@ class Chunk:
         tensor = tensors[self.input.name]
         if want is not None:
             return {want.name: tensor}
-        return {output.name: piece for output, piece in zip(self.outputs, tensor.split(self.sizes, self.dim))}
+        return {
+            output.name: piece
+            for output, piece in zip(self.outputs, tensor.tensor_split(_starts(self.sizes)[1:], self.dim))
+        }
 
     def inverse(self) -> Concatenate:
         return Concatenate(self.outputs, self.input, sizes=self.sizes, dim=self.dim)

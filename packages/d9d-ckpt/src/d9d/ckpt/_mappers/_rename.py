@@ -8,7 +8,7 @@ import attrs
 from torch import Tensor
 
 from d9d.ckpt._mapper import Group
-from d9d.ckpt._names import Pattern, matches, natural_key, require_same_fields
+from d9d.ckpt._names import Pattern, as_pattern, matches, natural_key, require_same_fields
 from d9d.ckpt._spec import Region, TensorSpec
 
 
@@ -19,8 +19,8 @@ class Rename:
     Both names may be patterns with the same fields: `Rename("blocks.{i}.attn.{w}", "layers.{i}.attention.{w}")`.
     """
 
-    input: Pattern = attrs.field(converter=Pattern.of)
-    output: Pattern = attrs.field(converter=Pattern.of)
+    input: Pattern = attrs.field(converter=as_pattern)
+    output: Pattern = attrs.field(converter=as_pattern)
 
     def __attrs_post_init__(self) -> None:
         require_same_fields(self.input, self.output)
@@ -50,7 +50,7 @@ class Identity:
     patterns: tuple[Pattern, ...]
 
     def __init__(self, *patterns: str) -> None:
-        self.__attrs_init__(tuple(map(Pattern.of, patterns)))  # type: ignore[attr-defined]  # made by attrs
+        self.__attrs_init__(tuple(map(as_pattern, patterns)))
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         if not self.patterns:
@@ -75,8 +75,8 @@ class Identity:
 class Transpose:
     """Exchanges two dims of a tensor, and renames it where `output` says so."""
 
-    input: Pattern = attrs.field(converter=Pattern.of)
-    output: Pattern = attrs.field(converter=Pattern.of)
+    input: Pattern = attrs.field(converter=as_pattern)
+    output: Pattern = attrs.field(converter=as_pattern)
     dims: tuple[int, int] = attrs.field(default=(0, 1), kw_only=True)
     """The two dims, not negative."""
 

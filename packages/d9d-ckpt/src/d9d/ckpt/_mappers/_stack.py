@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from d9d.ckpt._mapper import Group
-from d9d.ckpt._names import Pattern, matches
+from d9d.ckpt._names import Pattern, as_pattern, matches
 from d9d.ckpt._spec import Region, TensorSpec
 
 
@@ -34,8 +34,8 @@ class Stack:
     inputs for each layer: the field that only the input has runs from 0 to `count - 1`.
     """
 
-    input: Pattern = attrs.field(converter=Pattern.of)
-    output: Pattern = attrs.field(converter=Pattern.of)
+    input: Pattern = attrs.field(converter=as_pattern)
+    output: Pattern = attrs.field(converter=as_pattern)
     count: int = attrs.field(kw_only=True, validator=attrs.validators.ge(1))
     """How many tensors make one; fewer in the checkpoint is an error, further ones are left unread."""
     dim: int = attrs.field(default=0, kw_only=True, validator=attrs.validators.ge(0))
@@ -50,11 +50,11 @@ class Stack:
             attrs.evolve(self, input=self.input.fill(values), output=self.output.fill(values))
             for values in matches([self.input], names, beside=self._index)
         ]
-        return [Group(leaf._inputs, [leaf.output.name], leaf) for leaf in leaves]
+        return [Group(leaf.inputs, [leaf.output.name], leaf) for leaf in leaves]
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        first, *others = (specs[name] for name in self._inputs)
-        for name, spec in zip(self._inputs[1:], others):
+        first, *others = (specs[name] for name in self.inputs)
+        for name, spec in zip(self.inputs[1:], others):
             if spec != first:
                 raise ValueError(f"cannot stack {name!r}, which is {spec}, on tensors that are {first}")
         if self.dim > len(first.shape):
@@ -65,17 +65,18 @@ class Stack:
     def pull(self, want: Region) -> Sequence[Region] | None:
         start, length = want.offset[self.dim], want.shape[self.dim]
         offset, shape = _without(want.offset, self.dim), _without(want.shape, self.dim)
-        return [Region(name, offset, shape) for name in self._inputs[start : start + length]]
+        return [Region(name, offset, shape) for name in self.inputs[start : start + length]]
 
     def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        names = self._inputs if want is None else tuple(region.name for region in self.pull(want) or ())
+        names = self.inputs if want is None else tuple(region.name for region in self.pull(want) or ())
         return {self.output.name: torch.stack([tensors[name] for name in names], self.dim)}
 
     def inverse(self) -> Unstack:
         return Unstack(self.output, self.input, count=self.count, dim=self.dim)
 
     @functools.cached_property
-    def _inputs(self) -> tuple[str, ...]:
+    def inputs(self) -> tuple[str, ...]:
+        """Names of what is stacked, in order."""
         return _numbered(self.input, self._index, self.count)
 
 
@@ -83,8 +84,8 @@ class Stack:
 class Unstack:
     """Cuts a tensor into the `count` slices of a dim, each under its number: undoes `Stack`."""
 
-    input: Pattern = attrs.field(converter=Pattern.of)
-    output: Pattern = attrs.field(converter=Pattern.of)
+    input: Pattern = attrs.field(converter=as_pattern)
+    output: Pattern = attrs.field(converter=as_pattern)
     count: int = attrs.field(kw_only=True, validator=attrs.validators.ge(1))
     """Length of the dim."""
     dim: int = attrs.field(default=0, kw_only=True, validator=attrs.validators.ge(0))
@@ -99,28 +100,29 @@ class Unstack:
             attrs.evolve(self, input=self.input.fill(values), output=self.output.fill(values))
             for values in matches([self.input], names)
         ]
-        return [Group([leaf.input.name], leaf._outputs, leaf) for leaf in leaves]
+        return [Group([leaf.input.name], leaf.outputs, leaf) for leaf in leaves]
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         spec = specs[self.input.name]
         if self.dim >= len(spec.shape) or spec.shape[self.dim] != self.count:
             raise ValueError(f"cannot unstack {self.count} along dim {self.dim} of {self.input!r}, which is {spec}")
-        return dict.fromkeys(self._outputs, TensorSpec(_without(spec.shape, self.dim), spec.dtype))
+        return dict.fromkeys(self.outputs, TensorSpec(_without(spec.shape, self.dim), spec.dtype))
 
     def pull(self, want: Region) -> Sequence[Region] | None:
-        number = self._outputs.index(want.name)
+        number = self.outputs.index(want.name)
         offset = (*want.offset[: self.dim], number, *want.offset[self.dim :])
         return [Region(self.input.name, offset, (*want.shape[: self.dim], 1, *want.shape[self.dim :]))]
 
     def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        names = self._outputs if want is None else (want.name,)
+        names = self.outputs if want is None else (want.name,)
         return dict(zip(names, tensors[self.input.name].unbind(self.dim)))
 
     def inverse(self) -> Stack:
         return Stack(self.output, self.input, count=self.count, dim=self.dim)
 
     @functools.cached_property
-    def _outputs(self) -> tuple[str, ...]:
+    def outputs(self) -> tuple[str, ...]:
+        """Names of the slices, in order."""
         return _numbered(self.output, self._index, self.count)
 
 

@@ -1,0 +1,62 @@
+"""The reference: attention spelled out, with every feature, on any device and in any dtype.
+
+Shapes as in AttentionBackend; R = H/G query heads per key head.
+"""
+
+from typing import ClassVar
+
+import attrs
+import torch
+from torch import Tensor
+
+from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, Feature, attention_backends
+from ._mask import AttentionMask
+
+
+def eager_attention(
+    q_BSHD: Tensor,
+    k_BTGD: Tensor,
+    v_BTGE: Tensor,
+    mask: AttentionMask,
+    *,
+    scale: float,
+    sinks_H: Tensor | None = None,
+) -> Tensor:
+    """Attend in fp32 or wider, holding all scores (B, H, S, T); see AttentionBackend."""
+    batch, queries, heads, head_dim = q_BSHD.shape
+    keys, key_heads = k_BTGD.shape[1:3]
+    dtype = torch.promote_types(q_BSHD.dtype, torch.float32)
+    q, k, v = q_BSHD.to(dtype), k_BTGD.to(dtype), v_BTGE.to(dtype)
+    visibility = mask.visibility(batch=batch, queries=queries, keys=keys, device=q.device)
+
+    scores_BGRST = torch.einsum("bsgrd,btgd->bgrst", q.reshape(batch, queries, key_heads, -1, head_dim), k) * scale
+    scores_BHST = scores_BGRST.flatten(1, 2)
+    if mask.additive is not None:
+        scores_BHST = scores_BHST + mask.additive.to(dtype)
+    scores_BHST = scores_BHST.masked_fill(~visibility.keys, -torch.inf)
+    # A softmax over nothing but −inf is NaN, in its gradient too: blind rows get equal weights, dropped just after.
+    scores_BHST = scores_BHST.masked_fill(visibility.blind, 0.0)
+    if sinks_H is not None:
+        sink_BHS1 = sinks_H.to(dtype)[:, None, None].expand(batch, heads, queries, 1)
+        weights_BHST = torch.cat([scores_BHST, sink_BHS1], dim=-1).softmax(-1)[..., :-1]
+    else:
+        weights_BHST = scores_BHST.softmax(-1)
+    weights_BHST = weights_BHST.masked_fill(visibility.blind, 0.0)
+
+    weights_BGRST = weights_BHST.reshape(scores_BGRST.shape)
+    out = torch.einsum("bgrst,btge->bsgre", weights_BGRST, v)
+    return out.flatten(2, 3).to(q_BSHD.dtype)
+
+
+@attention_backends.register
+@attrs.frozen(kw_only=True)
+class EagerAttentionConfig(AttentionBackendConfig):
+    """The reference backend: every feature, but it holds all scores."""
+
+    kind: ClassVar[str] = "eager"
+    priority: ClassVar[int | None] = 0
+    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(Feature))
+
+    def build(self) -> AttentionBackend:
+        """Make the backend."""
+        return eager_attention

@@ -1,0 +1,153 @@
+"""The coverage proof, tested by planted faults."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from d9d.ckpt import (
+    Chunk,
+    Concatenate,
+    Identity,
+    Parallel,
+    PlanError,
+    Prefix,
+    Rename,
+    Sequential,
+    Stack,
+    TensorSpec,
+    Transpose,
+    Unstack,
+    plan,
+)
+
+
+def f32(*shape):
+    return TensorSpec(shape, torch.float32)
+
+
+SOURCE = {
+    "embed.weight": f32(8, 4),
+    **{f"layers.{i}.experts.{e}.up": f32(3, 4) for i in range(11) for e in range(12)},
+    "head": f32(4, 8),
+}
+MAPPER = Parallel(
+    Identity("embed.weight"),
+    Stack("layers.{i}.experts.{e}.up", "layers.{i}.up", count=12),
+    Transpose("head", "head.weight"),
+)
+TARGET = {
+    "embed.weight": f32(8, 4),
+    **{f"layers.{i}.up": f32(12, 3, 4) for i in range(11)},
+    "head.weight": f32(8, 4),
+}
+
+
+def problems(source=SOURCE, mapper=MAPPER, target=TARGET, **kwargs):
+    with pytest.raises(PlanError) as caught:
+        plan(source, mapper, target, **kwargs)
+    return caught.value.problems
+
+
+def without(mapping, *names):
+    return {name: value for name, value in mapping.items() if name not in names}
+
+
+def test_valid_plan_is_in_natural_order():
+    planned = plan(SOURCE, MAPPER, TARGET)
+    assert [group.outputs[0] for group in planned.groups] == [
+        "embed.weight",
+        "head.weight",
+        *(f"layers.{i}.up" for i in range(11)),
+    ]
+    assert planned.outputs == TARGET
+    assert "layers.10.up [12, 3, 4] float32" in str(planned)
+
+
+def test_names_that_do_not_meet_are_all_listed():  # case 28
+    mapper = Parallel(MAPPER, Rename("bias", "head.wieght.bias"))
+    found = problems({**SOURCE, "biass": f32(2)}, mapper, {**TARGET, "head.weight.bias": f32(2)})
+    assert found == (
+        "not in the checkpoint: 'bias' (nearest: 'biass'), for 'head.wieght.bias'",
+        "in the checkpoint, but neither used nor waived: 'biass'",
+        "made, but not in the model: 'head.wieght.bias' (nearest: 'head.weight.bias')",
+        "in the model, but not made: 'head.weight.bias' (nearest: 'head.wieght.bias')",
+    )
+
+
+def test_missing_expert_is_named():
+    assert problems(without(SOURCE, "layers.3.experts.11.up")) == (
+        "not in the checkpoint: 'layers.3.experts.11.up', for 'layers.3.up'",
+    )
+
+
+def test_surplus_expert_is_named_unless_waived():
+    more = {**SOURCE, "layers.3.experts.12.up": f32(3, 4)}
+    assert problems(more) == ("in the checkpoint, but neither used nor waived: 'layers.3.experts.12.up'",)
+    assert plan(more, MAPPER, TARGET, waive=["layers.{i}.experts.12.up"]) == plan(SOURCE, MAPPER, TARGET)
+
+
+def test_two_writers_of_one_tensor():
+    (found,) = problems({**SOURCE, "other": f32(8, 4)}, Parallel(MAPPER, Rename("other", "embed.weight")))
+    assert found.startswith("made twice: 'embed.weight'")
+
+
+def test_shapes_and_dtypes():
+    wrong = {
+        **SOURCE,
+        "layers.2.experts.7.up": f32(3, 5),
+        "embed.weight": TensorSpec([8, 4], torch.bfloat16),
+        "head": f32(4, 9),
+    }
+    assert problems(wrong) == (
+        "cannot stack 'layers.2.experts.7.up', which is [3, 5] float32, on tensors that are [3, 4] float32",
+        "made as [8, 4] bfloat16, but the model has [8, 4] float32: 'embed.weight'",
+        "made as [9, 4] float32, but the model has [8, 4] float32: 'head.weight'",
+    )
+
+
+@pytest.mark.parametrize(
+    ("mapper", "shapes", "message"),
+    [
+        (Stack("x.{i}", "y", count=1, dim=2), {"x.0": (2,)}, "cannot stack tensors"),
+        (Unstack("x", "y.{i}", count=3), {"x": (2, 2)}, "cannot unstack 3 along dim 0 of 'x', which is [2, 2]"),
+        (Chunk("x", ["y"], sizes=[3]), {"x": (2,)}, "cannot cut 'x', which is [2] float32, along dim 0"),
+        (Concatenate(["a", "b"], "y", sizes=[1, 1]), {"a": (1,), "b": (2,)}, "cannot concatenate 'b', which is [2]"),
+        (Concatenate(["a"], "y", sizes=[1], dim=1), {"a": (1,)}, "cannot concatenate tensors that are [1]"),
+        (Transpose("x", "y"), {"x": (2,)}, "cannot exchange dims (0, 1) of 'x'"),
+        (Sequential(Rename("a", "b"), Identity()), {"a": (1,), "b": (1,)}, "makes ['b'], which exist already"),
+    ],
+)
+def test_what_cannot_be_mapped_is_a_problem(mapper, shapes, message):
+    found = problems({name: f32(*shape) for name, shape in shapes.items()}, mapper, {})
+    assert any(message in problem for problem in found), found
+
+
+def test_select_restricts_what_is_read_but_not_what_is_proven():  # case 36
+    planned = plan(SOURCE, MAPPER, TARGET, select=["layers.4.up"])
+    assert [group.outputs for group in planned.groups] == [("layers.4.up",)]
+    assert problems(without(SOURCE, "head"), select=["layers.4.up"]) == (
+        "not in the checkpoint: 'head', for 'head.weight'",
+    )
+    assert problems(select=["layers.4.upp"]) == (
+        "selected, but not in the model: 'layers.4.upp' (nearest: 'layers.4.up')",
+    )
+
+
+@given(st.sampled_from(sorted(SOURCE)), st.sampled_from(["hole", "typo", "shape", "dtype"]))
+def test_every_planted_fault_is_found(name, fault):
+    source = without(SOURCE, name)
+    match fault:
+        case "typo":
+            source[name + "x"] = SOURCE[name]
+        case "shape":
+            source[name] = f32(*SOURCE[name].shape[:-1], 77)
+        case "dtype":
+            source[name] = TensorSpec(SOURCE[name].shape, torch.float64)
+    assert any("77" in p or "float64" in p or repr(name) in p for p in problems(source))
+
+
+def test_prefixes_scope_both_sides():
+    mapper = Prefix("model.", Identity(), output="")
+    assert plan({"model.a": f32(1)}, mapper, {"a": f32(1)}).groups[0].inputs == ("model.a",)
+    assert problems({"a": f32(1)}, mapper, {"a": f32(1)})

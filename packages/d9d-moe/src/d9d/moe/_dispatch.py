@@ -1,0 +1,75 @@
+"""What a dispatcher is, and how one is chosen.
+
+Shapes: T tokens, H hidden size, K experts per token, N rows, E experts of this rank.
+"""
+
+import abc
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+
+import attrs
+import torch.distributed as dist
+from torch import Tensor
+
+from ._registry import BackendConfig, Choice, Registry
+
+HandleT = TypeVar("HandleT")
+
+
+class Dispatched(NamedTuple, Generic[HandleT]):
+    """Rows for the experts of this rank."""
+
+    x_NH: Tensor
+    """Rows sorted by expert, with gradient."""
+
+    probs_N: Tensor
+    """Routing probability of each, in the dtype it was given in, with gradient."""
+
+    counts_E: Tensor
+    """int32, rows of each expert, on the device; sums to N."""
+
+    handle: HandleT
+    """What combine needs to bring the rows back."""
+
+
+class Dispatcher(Protocol[HandleT]):
+    """Brings tokens to their experts and results back; it keeps no state, so calls may nest and interleave.
+
+    Every rank of the group calls dispatch, combine and the backward of both, with or without tokens.
+    """
+
+    def dispatch(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Dispatched[HandleT]:
+        """Send each token to its experts, by their global ids (no two alike in a row)."""
+        ...
+
+    def combine(self, y_NH: Tensor, handle: HandleT) -> Tensor:
+        """Return (T, H): the plain sum of each token's rows, accumulated in fp32 or wider."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class DispatchNeed:
+    """What is asked of a dispatcher."""
+
+    ranks: int
+    """Ranks over which the experts are spread."""
+
+
+class DispatcherConfig(BackendConfig[DispatchNeed]):
+    """Base of the dispatchers' settings; register a subclass with ``dispatchers.register``."""
+
+    @abc.abstractmethod
+    def build(self, num_experts: int, group: dist.ProcessGroup) -> Dispatcher[Any]:
+        """Make the dispatcher for all experts, spread in contiguous blocks over the group."""
+
+
+dispatchers: Registry[DispatcherConfig, DispatchNeed] = Registry("dispatcher", env="D9D_DISPATCHER")
+"""Dispatchers by kind."""
+
+
+def choose_dispatcher(explicit: DispatcherConfig | str | None, need: DispatchNeed) -> Choice[DispatcherConfig]:
+    """Choose by explicit configuration, else by D9D_DISPATCHER (a kind, or JSON), else the best that can.
+
+    Raises:
+        ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
+    """
+    return dispatchers.choose(explicit, need)

@@ -1,0 +1,74 @@
+"""The experts' feed-forward layers, side by side.
+
+Shapes: N rows (routed tokens sorted by expert), E experts held here, H hidden size, I intermediate size.
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ._grouped_mm import GroupedMMConfig, GroupedMMNeed, choose_grouped_mm
+
+
+class GroupedSwiGLU(nn.Module):
+    """One SwiGLU per expert, with the routing probability multiplied in before the down projection.
+
+    ``gate_up_proj`` is (E, 2·I, H), gate above up; ``down_proj`` is (E, H, I). An explicit backend is checked when the
+    layer is built, as far as device and dtype are known; the automatic choice follows those of the input.
+
+    Args:
+        num_experts: Experts.
+        hidden_size: Size of a token.
+        intermediate_size: Size between.
+        backend: Grouped product or its kind; None leaves it to D9D_GROUPED_MM_BACKEND, else to the automatic choice.
+
+    Raises:
+        ValueError: The backend asked for is unknown or cannot do what the layer needs.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        *,
+        backend: GroupedMMConfig | str | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_experts = num_experts
+        self.hidden_size = hidden_size
+        self.intermediate_size = intermediate_size
+        self.backend = backend
+        choose_grouped_mm(backend, GroupedMMNeed(sizes=(hidden_size, intermediate_size)))
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights as nn.Linear does."""
+        for weight in (self.gate_up_proj, self.down_proj):
+            bound = 1 / math.sqrt(weight.shape[-1])
+            weight.uniform_(-bound, bound)
+
+    def forward(self, x_NH: Tensor, probs_N: Tensor, counts_E: Tensor) -> Tensor:
+        """Transform each row by its expert and multiply by its probability: (N, H) in the dtype of x.
+
+        Args:
+            x_NH: Rows sorted by expert.
+            probs_N: Weight of each row, fp32 or wider.
+            counts_E: int32, rows of each expert, on the device; sums to N.
+        """
+        need = GroupedMMNeed(
+            device_type=x_NH.device.type, dtype=x_NH.dtype, sizes=(self.hidden_size, self.intermediate_size)
+        )
+        grouped_mm = choose_grouped_mm(self.backend, need).config.build()
+        gate_NI, up_NI = grouped_mm(x_NH, self.gate_up_proj, counts_E).chunk(2, dim=-1)
+        hidden_NI = (F.silu(gate_NI) * up_NI * probs_N[:, None]).to(x_NH.dtype)
+        return grouped_mm(hidden_NI, self.down_proj, counts_E)
+
+    def extra_repr(self) -> str:
+        """Show the settings in the module's repr."""
+        return f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, backend={self.backend!r}"
