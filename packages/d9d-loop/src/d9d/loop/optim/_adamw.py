@@ -101,18 +101,22 @@ class AdamW(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            ValueError: If a gradient is not laid out like its parameter (`GradientSync.finish` lays it out).
+            ValueError: If a gradient is not laid out like its parameter (`GradientSync.finish` lays it out); nothing
+                is updated then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            operands = [
+        by_group = [
+            [
                 _operands(name, parameter, self.state[parameter])
                 for name, parameter in zip(group["param_names"], group["params"])
                 if parameter.grad is not None
             ]
+            for group in self.param_groups
+        ]
+        for group, operands in zip(self.param_groups, by_group):
             for operand in operands:
                 operand.step.add_(1)
             for chunk in _chunks(operands):
@@ -122,7 +126,7 @@ class AdamW(Optimizer):
 
 @attrs.frozen
 class _Operands:
-    """The local tensors, of one shape, of (a slice of) one parameter."""
+    """The local tensors, of one shape, of (a slice of) one parameter, and its own 0-dim step."""
 
     parameter: Tensor
     grad: Tensor
