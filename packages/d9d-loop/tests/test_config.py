@@ -53,6 +53,7 @@ class Car:
     path: Path = Path("garage")
     doors: int | Literal["none of them"] = 3
     drivers: list[str] = attrs.field(factory=list)
+    seats: dict[str, int] = attrs.field(factory=dict)
 
 
 @attrs.frozen(kw_only=True)
@@ -72,8 +73,11 @@ def problems(*overrides: str, file: Path | None = None) -> tuple[str, ...]:
 def test_the_command_line_overrides_the_file_which_overrides_the_defaults(tmp_path):
     file = tmp_path / "car.toml"
     file.write_text('name = "file"\ncolour = "blue"\n[wheels]\ncount = 3\nsize = [1, 2.5]\n')
-    car = load(Car, file, ["--name=line", "--wheels.count", "5", "--limit", "none"])
-    assert car == Car(name="line", colour="blue", wheels=Wheels(count=5, size=(1.0, 2.5)), limit=None)
+    car = load(Car, file, ["--name=line", "--wheels.count", "5", "--limit", "none", "--seats.back", "3"])
+    assert car.seats == {"back": 3}
+    assert attrs.evolve(car, seats={}) == Car(
+        name="line", colour="blue", wheels=Wheels(count=5, size=(1.0, 2.5)), limit=None
+    )
     assert isinstance(car.wheels.size[0], float)
 
 
@@ -92,17 +96,19 @@ def test_another_kind_drops_the_default_instance():
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("--wheels.spare='false'", "wheels.spare: expected bool, found 'false' (a str)"),
-        ("--wheels.spare=1", "wheels.spare: expected bool, found 1 (a int)"),
-        ("--wheels.count=3.9", "wheels.count: expected int, found 3.9 (a float)"),
-        ("--wheels.count=true", "wheels.count: expected int, found True (a bool)"),
-        ("--limit=true", "limit: expected float, found True (a bool)"),
-        ("--limit=fast", "limit: expected float, found 'fast' (a str)"),
-        ("--wheels.size=[1]", "wheels.size: expected [float, float], found [1] (a list)"),
-        ("--wheels.size=[1, 'a']", "wheels.size[1]: expected float, found 'a' (a str)"),
-        ("--drivers=anna", "drivers: expected [str], found 'anna' (a str)"),
+        ("--wheels.spare='false'", "wheels.spare: expected bool, found 'false' (str)"),
+        ("--wheels.spare=1", "wheels.spare: expected bool, found 1 (int)"),
+        ("--wheels.count=3.9", "wheels.count: expected int, found 3.9 (float)"),
+        ("--wheels.count=true", "wheels.count: expected int, found True (bool)"),
+        ("--limit=true", "limit: expected float, found True (bool)"),
+        ("--limit=fast", "limit: expected float, found 'fast' (str)"),
+        ("--wheels.size=[1]", "wheels.size: expected [float, float], found [1] (list)"),
+        ("--wheels.size=[1, 'a']", "wheels.size[1]: expected float, found 'a' (str)"),
+        ("--drivers=anna", "drivers: expected [str], found 'anna' (str)"),
+        ("--seats=3", "seats: expected dict[str, int], found 3 (int)"),
+        ("--seats.back=x", "seats.back: expected int, found 'x' (str)"),
         ("--colour=rad", "colour: found 'rad'; did you mean 'red'?"),
-        ("--doors=1.5", "doors: expected int | 'none of them', found 1.5 (a float)"),
+        ("--doors=1.5", "doors: expected int | 'none of them', found 1.5 (float)"),
         ("--wheels=4", "wheels: expected a table with fields of Wheels, found 4"),
         ("--wheels.cuont=4", "wheels.cuont: no such field; did you mean 'count'?"),
         ("--engine.vlots=4", "engine.vlots: no such field; did you mean 'volts'?"),
@@ -110,9 +116,12 @@ def test_another_kind_drops_the_default_instance():
         ("--engine=steam", "engine: expected a table with a kind of Engine, found 'steam'"),
         (
             "--zzz=4",
-            "zzz: no such field; known: 'colour', 'doors', 'drivers', 'engine', 'limit', 'name', 'path', 'wheels'",
+            (
+                "zzz: no such field; known: "
+                "'colour', 'doors', 'drivers', 'engine', 'limit', 'name', 'path', 'seats', 'wheels'"
+            ),
         ),
-        ("--name=12", "name: expected str, found 12 (a int); quote it to make it a str: '\"12\"'"),
+        ("--name=12", "name: expected str, found 12 (int); quote it to make it a str: '\"12\"'"),
         ("wheels=4", "'wheels=4' is not an override; write --path.of.field value"),
         ("--wheels..count=4", "'--wheels..count=4' is not an override; write --path.of.field value"),
         ("--wheels", "--wheels has no value; write --wheels value"),

@@ -409,3 +409,32 @@ def test_memory_is_flat_over_100_steps_with_logging(ctx, tmp_path):
     made.run()
     assert len(log(tmp_path)) == 120
     assert alive[1] - alive[0] < 100
+
+
+@pytest.mark.gpu
+def test_a_step_on_cuda_does_not_wait_for_the_device_and_resumes_bit_equal(tmp_path):
+    results = []
+    with DistContext.launch(MeshConfig(), device_type="cuda") as ctx:
+        for name, stops in {"whole": [6], "parts": [3, 6]}.items():
+            for stop in stops:
+                made = trainer(ctx, config(tmp_path / name, dtype="bfloat16", checkpoint_every=3), dropout=0.3)
+                made.train_step = without_waiting(made.train_step)
+                if stop < 6:
+                    with pytest.raises(KeyboardInterrupt):
+                        stop_after(made, stop)
+                else:
+                    made.run()
+            results.append(weights(made))
+    assert all(torch.equal(value, results[1][name]) for name, value in results[0].items())
+    assert without_speed(log(tmp_path / "parts")) == without_speed(log(tmp_path / "whole"))
+
+
+def without_waiting(step):
+    def guarded():
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return guarded

@@ -1,7 +1,8 @@
 """From the results of steps to the trackers."""
 
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import attrs
 from torch import Tensor
@@ -73,14 +74,13 @@ class RunLog:
         for tracker in self._trackers:
             tracker.log(step, numbers)
 
-    def flush(self) -> None:
-        """Make durable what was written."""
-        for tracker in self._trackers:
-            tracker.flush()
-
-    def restart_clock(self) -> None:
-        """Leave what was done since the last line, such as saving, out of the speed."""
-        self._speed.restart()
+    @contextmanager
+    def before_checkpoint(self) -> Iterator[None]:
+        """Make durable what was written, and leave the time of the body out of the speed."""
+        with self._speed.paused():
+            for tracker in self._trackers:
+                tracker.flush()
+            yield
 
     def close(self) -> None:
         """Close the trackers."""

@@ -13,8 +13,9 @@ class WeightedMean:
         self._gathered = torch.zeros(2, dtype=torch.float64)
 
     def update(self, sum: Tensor, weight: Tensor) -> None:  # noqa: A002 (as LossSum names it)
-        """Add 0-dim tensors; the device is not waited for."""
-        self._gathered = self._gathered.to(sum.device) + torch.stack([sum.detach().double(), weight.detach().double()])
+        """Add 0-dim tensors of one device, which is not waited for."""
+        added = torch.stack([sum.detach().double(), weight.detach().double()])
+        self._gathered = self._gathered.to(added.device, non_blocking=True) + added
 
     def compute(self, total: Callable[[Tensor], Tensor]) -> float:
         """See `d9d.loop.Metric.compute`."""

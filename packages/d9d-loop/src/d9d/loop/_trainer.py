@@ -74,7 +74,7 @@ class Trainer:
         """Steps made so far."""
         self.tokens = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Weight of all global batches so far."""
-        self._restore()
+        self._seed_or_restore()
 
     def run(self) -> None:
         """Make the steps that are left, log and save on the way."""
@@ -85,14 +85,14 @@ class Trainer:
                 if is_last or self.step % self.config.log_every == 0:
                     log.write(self.step, result, self.tokens)
                 if is_last or self.step % self.config.checkpoint_every == 0:
-                    log.flush()
-                    self.save()
-                    log.restart_clock()
+                    with log.before_checkpoint():
+                        self.save()
 
     def train_step(self) -> StepResult:
-        """One optimizer step on the next global batch; after an error the step has not been made.
+        """One optimizer step on the next global batch; collective.
 
-        Where no label of the global batch counts, gradients are zero and the optimizer steps all the same.
+        After an error in a microbatch the step has not been made, and may be made again; metrics keep what the task
+        fed them. Where no label of the global batch counts, gradients are zero and the optimizer steps all the same.
         """
         microbatches = list(self.batches.step(self.step))
         losses = []
@@ -118,11 +118,11 @@ class Trainer:
         """Save a checkpoint of the steps made so far; collective."""
         self.state.save(self.checkpoints, self.step, tokens=int(self.tokens))
 
-    def _restore(self) -> None:
+    def _seed_or_restore(self) -> None:
         checkpoint = self.checkpoints.latest()
-        self.step = 0 if checkpoint is None else checkpoint.step
-        seed_rank(self.ctx, seed=self.config.seed, step=self.step)
+        seed_rank(self.ctx, seed=self.config.seed, step=0 if checkpoint is None else checkpoint.step)
         if checkpoint is not None:
+            self.step = checkpoint.step
             self.tokens.fill_(self.state.restore(checkpoint))
 
     def _open_log(self) -> RunLog:

@@ -5,10 +5,15 @@ from typing import Any
 
 import attrs
 
+from ._tagged import kind_of
+
 
 def default_of(field: "attrs.Attribute[Any]") -> Any:
-    """The default value of a field, or `attrs.NOTHING` where it is required."""
-    return field.default.factory() if isinstance(field.default, attrs.Factory) else field.default  # type: ignore[arg-type,union-attr]
+    """The default value of a field, or `attrs.NOTHING` where it is required or made from other fields."""
+    default: Any = field.default
+    if not isinstance(default, attrs.Factory):  # type: ignore[arg-type]  # ty: ignore[invalid-argument-type] (a class, typed as a function)
+        return default
+    return attrs.NOTHING if default.takes_self else default.factory()
 
 
 def with_defaults(table: Mapping[str, Any], cls: type[Any]) -> dict[str, Any]:
@@ -29,9 +34,9 @@ def _complete(table: Mapping[str, Any], default: Any) -> dict[str, Any]:
     if not attrs.has(type(default)):
         return dict(table)
     fields = {field.alias: getattr(default, field.name) for field in attrs.fields(type(default)) if field.init}
-    if hasattr(default, "kind"):
-        fields["kind"] = default.kind
-        if table.get("kind", default.kind) != default.kind:
+    if (kind := kind_of(type(default))) is not None:
+        if table.get("kind", kind) != kind:
             return dict(table)
+        fields["kind"] = kind
     nested = {name: _complete(inner, fields.get(name)) for name, inner in table.items() if isinstance(inner, Mapping)}
     return fields | dict(table) | nested

@@ -10,7 +10,8 @@ from typing import Any, get_args, get_type_hints
 import attrs
 
 from ._defaults import default_of
-from ._structure import describe, is_union_root
+from ._structure import describe, is_union
+from ._tagged import is_union_root, kind_of
 
 
 def help_text(cls: type[Any]) -> str:
@@ -37,13 +38,14 @@ def _class_lines(cls: type[Any], prefix: str, instance: Any) -> Iterator[str]:
 
 
 def _field_lines(path: str, cls: Any, default: Any, docstring: str) -> Iterator[str]:
-    nested = next((member for member in (cls, *get_args(cls)) if is_union_root(member) or attrs.has(member)), None)
-    if nested is None or isinstance(default, tuple):
+    members = get_args(cls) if is_union(cls) else (cls,)
+    nested = next((member for member in members if is_union_root(member) or attrs.has(member)), None)
+    if nested is None:
         yield f"{path} {describe(cls)} ({_shown(default)})"
         yield from _indent(docstring)
     elif is_union_root(nested):
         kinds = " | ".join(map(repr, sorted(nested.kinds())))
-        yield f"{path}.kind {kinds} ({_shown(getattr(default, 'kind', default))})"
+        yield f"{path}.kind {kinds} ({_shown(kind_of(type(default)) or default)})"
         yield from _indent(docstring)
         for kind, member in sorted(nested.kinds().items()):
             if attrs.fields(member):

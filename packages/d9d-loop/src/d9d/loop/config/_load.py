@@ -6,8 +6,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cattrs.errors import BaseValidationError
-
 from ._help import help_text
 from ._overrides import apply_override, parse_overrides
 from ._problems import ConfigError, list_problems
@@ -36,7 +34,7 @@ def load(cls: type[T], file: Path | None, overrides: Sequence[str]) -> T:
         apply_override(table, path, value)
     try:
         return strict_converter().structure(table, cls)
-    except BaseValidationError as error:
+    except ExceptionGroup as error:
         raise ConfigError(list_problems(error)) from None
 
 

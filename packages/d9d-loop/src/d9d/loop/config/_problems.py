@@ -4,13 +4,7 @@ import difflib
 from collections.abc import Iterable, Sequence
 
 import attrs
-from cattrs.errors import (
-    AttributeValidationNote,
-    ClassValidationError,
-    ForbiddenExtraKeysError,
-    IterableValidationError,
-    IterableValidationNote,
-)
+from cattrs.errors import AttributeValidationNote, ForbiddenExtraKeysError, IterableValidationNote
 
 
 class ConfigError(ValueError):
@@ -37,9 +31,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def list_problems(error: Exception, path: str = "") -> list[str]:
-    """All problems in a tree of cattrs exceptions, each led by the path of its field."""
+    """All problems in a tree of exceptions with cattrs' notes, each led by the path of its field."""
     match error:
-        case ClassValidationError() | IterableValidationError():
+        case ExceptionGroup():
             return [problem for inner in error.exceptions for problem in list_problems(inner, path + _step(inner))]
         case ForbiddenExtraKeysError(cl=owner, extra_fields=names):
             known = [field.alias for field in attrs.fields(owner) if field.init]

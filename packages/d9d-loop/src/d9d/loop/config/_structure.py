@@ -3,20 +3,17 @@
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Protocol, Union, get_args, get_origin, runtime_checkable
+from typing import Any, Literal, Union, get_args, get_origin
 
 import attrs
 import cattrs
-from cattrs.errors import (
-    AttributeValidationNote,
-    ClassValidationError,
-    IterableValidationError,
-    IterableValidationNote,
-)
+from cattrs.cols import mapping_structure_factory
+from cattrs.errors import AttributeValidationNote, IterableValidationNote
 from cattrs.gen import make_dict_structure_fn
 
 from ._defaults import with_defaults
 from ._problems import nearest
+from ._tagged import is_union_root, kind_of
 
 Hook = Callable[[Any, Any], Any]
 
@@ -24,18 +21,9 @@ NONE = "none"
 """How a TOML file or a command line, which have no null, says None for an optional field."""
 
 
-@runtime_checkable
-class TaggedUnion(Protocol):
-    """What `d9d.loop.config` asks of a union: packages that cannot import `Choice` have it by structure."""
-
-    @classmethod
-    def kinds(cls) -> Mapping[str, type[Any]]:
-        """The members, by ``kind``."""
-
-
-def is_union_root(cls: Any) -> bool:
-    """Whether a field of this type is filled by the member that its ``kind`` names."""
-    return isinstance(cls, type) and issubclass(cls, TaggedUnion) and cls not in cls.kinds().values()
+def is_union(cls: Any) -> bool:
+    """Whether a type is ``A | B``, or ``A | None``."""
+    return get_origin(cls) in {Union, UnionType}
 
 
 def describe(cls: Any) -> str:
@@ -43,7 +31,7 @@ def describe(cls: Any) -> str:
     members: tuple[Any, ...] = get_args(cls)
     if _is_literal(cls):
         return " | ".join(map(repr, members))
-    if _is_union(cls):
+    if is_union(cls):
         return " | ".join(NONE if member is NoneType else describe(member) for member in members)
     if _is_sequence(cls):
         return f"[{', '.join('...' if member is Ellipsis else describe(member) for member in members)}]"
@@ -57,7 +45,8 @@ def strict_converter() -> cattrs.Converter:
         converter.register_structure_hook(scalar, _structure_scalar)
     converter.register_structure_hook_func(_is_literal, _structure_literal)
     converter.register_structure_hook_factory(_is_sequence, _sequence_hook(converter))
-    converter.register_structure_hook_factory(_is_union, _union_hook(converter))
+    converter.register_structure_hook_factory(_is_table, _table_hook(converter))
+    converter.register_structure_hook_factory(is_union, _union_hook(converter))
     converter.register_structure_hook_factory(attrs.has, _class_hook(converter))
     converter.register_structure_hook_factory(is_union_root, _tagged_hook(converter))
     return converter
@@ -71,13 +60,13 @@ def _is_sequence(cls: Any) -> bool:
     return get_origin(cls) in {list, tuple}
 
 
-def _is_union(cls: Any) -> bool:
-    return get_origin(cls) in {Union, UnionType}
+def _is_table(cls: Any) -> bool:
+    return get_origin(cls) in {dict, Mapping}
 
 
 def _expected(cls: Any, value: object) -> ValueError:
     hint = f"; quote it to make it a str: '\"{value}\"'" if cls is str else ""
-    return ValueError(f"expected {describe(cls)}, found {value!r} (a {type(value).__name__}){hint}")
+    return ValueError(f"expected {describe(cls)}, found {value!r} ({type(value).__name__}){hint}")
 
 
 def _structure_scalar(value: Any, cls: Any) -> Any:
@@ -112,8 +101,22 @@ def _sequence_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
                     error.add_note(IterableValidationNote(f"item {index}", index, member))
                     errors.append(error)
             if errors:
-                raise IterableValidationError(f"in {cls!r}", errors, cls)
+                raise ExceptionGroup(f"in {cls!r}", errors)
             return origin(items)
+
+        return structure
+
+    return factory
+
+
+def _table_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
+    def factory(cls: Any) -> Hook:
+        structure_items = mapping_structure_factory(cls, converter)
+
+        def structure(value: Any, _: Any) -> Any:
+            if not isinstance(value, Mapping):
+                raise _expected(cls, value)
+            return structure_items(value, cls)
 
         return structure
 
@@ -154,7 +157,7 @@ def _class_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
             if not isinstance(value, Mapping):
                 raise TypeError(f"expected a table with fields of {cls.__name__}, found {value!r}")
             table = with_defaults(value, cls)
-            if hasattr(cls, "kind") and table.get("kind") == cls.kind:
+            if (kind := kind_of(cls)) is not None and table.get("kind") == kind:
                 del table["kind"]
             return structure_fields(table, cls)
 
@@ -176,7 +179,7 @@ def _tagged_hook(converter: cattrs.Converter) -> Callable[[Any], Hook]:
                 found = "required, but not given" if kind is None else f"found {kind!r}"
                 problem = ValueError(f"{found}; {nearest(str(kind), root.kinds())}")
                 problem.add_note(AttributeValidationNote("the kind of a union", "kind", str))
-                raise ClassValidationError(f"in {root!r}", [problem], root)
+                raise ExceptionGroup(f"in {root!r}", [problem])
             return converter.structure(value, member)
 
         return structure

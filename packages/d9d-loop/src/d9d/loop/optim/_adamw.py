@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 _CHUNK_BYTES = 256 << 20
-"""Bound on one multi-tensor call's weights in the computing dtype; its temporaries are at most three times that."""
+"""Bound on one multi-tensor call's weights in the computing dtype; its temporaries are at most four times that."""
 
 
 class AdamW(Optimizer):
@@ -48,14 +48,23 @@ class AdamW(Optimizer):
         weight_decay: float = 0.1,
         moment_dtype: torch.dtype | None = None,
     ) -> None:
+        self._moment_dtype = moment_dtype
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        for group in self.param_groups:
-            if "param_names" not in group:
-                raise ValueError("AdamW got parameters without names; pass module.named_parameters()")
-            for name, parameter in zip(group["param_names"], group["params"]):
-                if not parameter.is_floating_point():
-                    raise ValueError(f"AdamW cannot train {name!r} of dtype {parameter.dtype!r}; leave it out")
-                self.state[parameter] = _initial_state(parameter, moment_dtype)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group of named parameters, and their state.
+
+        Raises:
+            ValueError: If a parameter has no name or no floating dtype.
+        """
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        if "param_names" not in group:
+            raise ValueError("AdamW got parameters without names; pass module.named_parameters()")
+        for name, parameter in zip(group["param_names"], group["params"]):
+            if not parameter.is_floating_point():
+                raise ValueError(f"AdamW cannot train {name!r} of dtype {parameter.dtype!r}; leave it out")
+            self.state[parameter] = _initial_state(parameter, self._moment_dtype)
 
     def named_state(self) -> dict[str, Tensor]:
         """All state by ``parameter name.state name``: the tensors that the optimizer works on, to load in place."""
@@ -92,18 +101,22 @@ class AdamW(Optimizer):
         """Update all parameters that have a gradient.
 
         Raises:
-            ValueError: If a gradient is not laid out like its parameter (`GradientSync.finish` lays it out).
+            ValueError: If a gradient is not laid out like its parameter (`GradientSync.finish` lays it out); nothing
+                is updated then.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
-            operands = [
+        by_group = [
+            [
                 _operands(name, parameter, self.state[parameter])
                 for name, parameter in zip(group["param_names"], group["params"])
                 if parameter.grad is not None
             ]
+            for group in self.param_groups
+        ]
+        for group, operands in zip(self.param_groups, by_group):
             for operand in operands:
                 operand.step.add_(1)
             for chunk in _chunks(operands):
@@ -113,7 +126,7 @@ class AdamW(Optimizer):
 
 @attrs.frozen
 class _Operands:
-    """The local tensors, of one shape, of (a slice of) one parameter."""
+    """The local tensors, of one shape, of (a slice of) one parameter, and its own 0-dim step."""
 
     parameter: Tensor
     grad: Tensor

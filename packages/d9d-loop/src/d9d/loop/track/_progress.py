@@ -4,14 +4,15 @@ import time
 from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import attrs
 from attrs.validators import ge
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
 
 from ._tracker import Number, Tracker, TrackerConfig
+
+if TYPE_CHECKING:
+    from rich.console import Console
 
 
 class ProgressTracker(Tracker):
@@ -24,7 +25,11 @@ class ProgressTracker(Tracker):
         console: Where to write; stdout by default.
     """
 
-    def __init__(self, *, done: int, steps: int, interval: float, console: Console | None = None) -> None:
+    def __init__(self, *, done: int, steps: int, interval: float, console: "Console | None" = None) -> None:
+        # Here and not above: rich is half of what `import d9d.loop` would take.
+        from rich.console import Console  # noqa: PLC0415
+        from rich.progress import BarColumn, Progress, TextColumn  # noqa: PLC0415
+
         self._console = console or Console(soft_wrap=True)
         self._done, self._steps, self._interval = done, steps, interval
         self._started = time.monotonic()

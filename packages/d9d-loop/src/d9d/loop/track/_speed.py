@@ -2,6 +2,8 @@
 
 import resource
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -35,11 +37,16 @@ class Speedometer:
 
     def __init__(self, device: torch.device, *, flops: float | None = None, peak: float | None = None) -> None:
         self._device, self._flops, self._peak = device, flops, peak
-        self.restart()
-
-    def restart(self) -> None:
-        """Count from now: what lies between does not count."""
         self._since = time.monotonic()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time of the body out."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._since += time.monotonic() - began
 
     def read(self, *, tokens: int, steps: int) -> dict[str, Number]:
         """Seconds a step, tokens/s of the whole run, MFU if known, and peak memory of this rank; then count anew.
@@ -48,8 +55,9 @@ class Speedometer:
             tokens: Of all ranks, since the last reading.
             steps: Since the last reading.
         """
-        elapsed = max(time.monotonic() - self._since, 1e-9)
-        self.restart()
+        now = time.monotonic()
+        elapsed = max(now - self._since, 1e-9)
+        self._since = now
         read: dict[str, Number] = {"seconds": elapsed / steps, "tokens_per_second": tokens / elapsed}
         if self._flops is not None and self._peak is not None:
             read["mfu"] = tokens / elapsed * self._flops / self._peak
