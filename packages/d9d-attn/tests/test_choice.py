@@ -8,6 +8,7 @@ import torch
 
 from d9d.attn import (
     AttentionBackendConfig,
+    AttentionMask,
     AttentionNeed,
     Capabilities,
     EagerAttentionConfig,
@@ -91,7 +92,7 @@ def test_a_backend_that_cannot_is_refused_when_the_block_is_built(registered):
     registered(make_config(features=frozenset()))
     with pytest.raises(ValueError, match="'planned', asked for in the configuration, has no fewer key heads"):
         GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE, backend="planned"))
-    assert GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE)).backend_choice.config == TorchAttentionConfig()
+    GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE))
 
 
 @pytest.mark.parametrize("package", ["absent_package", "absent_package.submodule"])
@@ -111,6 +112,18 @@ def test_device_and_dtype_count_once_known(registered):
         assert choose_attention_backend(need=need).config.kind == "torch"
     with pytest.raises(ValueError, match="not on 'cpu'"):
         choose_attention_backend("planned", AttentionNeed(device_type="cpu"))
+
+
+def test_a_block_chooses_by_device_and_dtype_and_logs_the_reason(registered, caplog):
+    registered(make_config(device_types=frozenset({"cuda"})))
+    block = GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE))
+    x, table = torch.randn(1, 3, 8), torch.ones(1, 3, 4)
+    with caplog.at_level("DEBUG", logger="d9d.attn"):
+        block(x, cos=table, sin=table, mask=AttentionMask())
+        block(x, cos=table, sin=table, mask=AttentionMask())
+    (record,) = caplog.records
+    assert "TorchAttentionConfig" in record.message
+    assert "'planned' runs on ['cuda'] only, not on 'cpu'" in record.message
 
 
 def test_a_kind_is_registered_once(registered):

@@ -48,7 +48,6 @@ def eager_attention(
     return out.flatten(2, 3).to(q_BSHD.dtype)
 
 
-@attention_backends.register
 @attrs.frozen(kw_only=True)
 class EagerAttentionConfig(AttentionBackendConfig):
     """The reference backend: every feature, but it holds all scores."""
@@ -60,3 +59,6 @@ class EagerAttentionConfig(AttentionBackendConfig):
     def build(self) -> AttentionBackend:
         """Make the backend."""
         return eager_attention
+
+
+attention_backends.register(EagerAttentionConfig)

@@ -75,10 +75,13 @@ class AttentionMask:
     def __attrs_post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"AttentionMask.window must be at least 1 or None, found {self.window!r}")
+        if self.bias is not None and self.bias.dtype != torch.bool and not self.bias.is_floating_point():
+            raise ValueError(f"AttentionMask.bias must be bool or floating, found {self.bias.dtype!r}; convert it")
 
-    def is_exactly_causal(self, queries: int, keys: int) -> bool:
-        """Whether causality alone decides, among as many queries as keys."""
-        return self.causal and queries == keys and self.window is None and self.documents is None and self.bias is None
+    def is_plain(self, queries: int, keys: int) -> bool:
+        """Whether the flag ``causal`` says all, in the usual meaning for as many queries as keys."""
+        unrestricted = self.window is None and self.documents is None and self.bias is None
+        return unrestricted and (queries == keys or not self.causal)
 
     @property
     def additive(self) -> Tensor | None:
