@@ -44,9 +44,9 @@ class TorchAttentionConfig(AttentionBackendConfig):
         converter=attrs.converters.optional(tuple),
         validator=attrs.validators.optional(_check_kernels),
     )
-    """CUDA kernels to try without a mask, best first. None is torch's own order: since 2.11 that is cuDNN first on Hopper
-    and Blackwell, where it takes 0.55 to 0.6 of FlashAttention's time, unless cuDNN is older than 9.15.1, which is wrong
-    for lengths that are no multiple of 128 (pytorch#169849)."""
+    """CUDA kernels to try without a mask, best first. None is torch's own order: since 2.11 that is cuDNN first on
+    Hopper and Blackwell, where it takes 0.55 to 0.6 of FlashAttention's time, unless cuDNN is older than 9.15.1, which
+    is wrong for lengths that are no multiple of 128 (pytorch#169849)."""
 
     masked_kernels: tuple[str, ...] = attrs.field(
         default=("efficient", "math"), converter=tuple, validator=_check_kernels
