@@ -126,8 +126,12 @@ def test_what_cannot_be_mapped_is_a_problem(mapper, shapes, message):
 def test_select_restricts_what_is_read_but_not_what_is_proven():  # case 36
     planned = plan(SOURCE, MAPPER, TARGET, select=["layers.4.up"])
     assert [group.outputs for group in planned.groups] == [("layers.4.up",)]
-    assert problems(without(SOURCE, "head"), select=["layers.4.up"]) == ("not in the checkpoint: 'head', for 'head.weight'",)
-    assert problems(select=["layers.4.upp"]) == ("selected, but not in the model: 'layers.4.upp' (nearest: 'layers.4.up')",)
+    assert problems(without(SOURCE, "head"), select=["layers.4.up"]) == (
+        "not in the checkpoint: 'head', for 'head.weight'",
+    )
+    assert problems(select=["layers.4.upp"]) == (
+        "selected, but not in the model: 'layers.4.upp' (nearest: 'layers.4.up')",
+    )
 
 
 @given(st.sampled_from(sorted(SOURCE)), st.sampled_from(["hole", "typo", "shape", "dtype"]))

@@ -23,7 +23,9 @@ A, B = torch.arange(6.0).reshape(2, 3), torch.tensor([True, False])
 
 @pytest.mark.parametrize("entry", ["", "model.safetensors.index.json"])
 def test_opens_a_directory_or_its_index(tmp_path, entry):
-    write_sharded(tmp_path, {"1.safetensors": {"a": A}, "2.safetensors": {"b": B}}, {"a": "1.safetensors", "b": "2.safetensors"})
+    write_sharded(
+        tmp_path, {"1.safetensors": {"a": A}, "2.safetensors": {"b": B}}, {"a": "1.safetensors", "b": "2.safetensors"}
+    )
     source = open_checkpoint(tmp_path / entry)
     assert dict(source) == {"a": TensorSpec([2, 3], torch.float32), "b": TensorSpec([2], torch.bool)}
     assert torch.equal(source.read(Region("a", [1, 0], [1, 2])), A[1:2, 0:2])
@@ -41,7 +43,13 @@ def test_contradictions_are_listed_in_one_error(tmp_path):  # case 27
     write_sharded(
         tmp_path,
         {"1.safetensors": {"twice": A, "a": A}, "2.safetensors": {"twice": A, "unlisted": B, "elsewhere": B}},
-        {"a": "1.safetensors", "twice": "1.safetensors", "gone": "2.safetensors", "c": "3.safetensors", "elsewhere": "1.safetensors"},
+        {
+            "a": "1.safetensors",
+            "twice": "1.safetensors",
+            "gone": "2.safetensors",
+            "c": "3.safetensors",
+            "elsewhere": "1.safetensors",
+        },
     )
     with pytest.raises(CheckpointError) as caught:
         open_checkpoint(tmp_path)

@@ -11,8 +11,9 @@ from torch.distributed import ProcessGroup
 class SupportsExpertParallel(Protocol):
     """A mixture of experts whose experts can live on different ranks."""
 
-    num_experts: int
-    """In the whole model."""
+    @property
+    def num_experts(self) -> int:
+        """Experts in the whole model."""
 
     def expert_parameters(self) -> Iterator[nn.Parameter]:
         """Parameters whose dim 0 counts experts."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import TypeVar
 
@@ -67,28 +68,17 @@ class Chain:
         return specs
 
     def pull(self, want: Region) -> Sequence[Region] | None:
-        levels = self._levels(want)
-        return None if levels is None else list(levels[0].values())
+        needed: dict[str, Region] = {}
+        for region in self._pull(want, len(self.steps)) or ():
+            if needed.setdefault(region.name, region) != region:
+                return None  # two regions of one input
+        return list(needed.values()) or None
 
     def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        if want is None:
-            for step in self.steps:
-                tensors = _advance(tensors, step, apply_step(step, tensors))
-            return tensors
-        levels = self._levels(want)
-        if levels is None:
-            raise ValueError(f"{want} cannot be made from slices")
-        for step, wants in zip(self.steps, levels[1:]):
-            maker = _makers(step)
-            made: dict[str, Tensor] = {}
-            for region in wants.values():
-                if region.name in maker:
-                    mapper = maker[region.name].mapper
-                    parts = {part.name: tensors[part.name] for part in mapper.pull(region) or ()}
-                    made |= mapper.apply(parts, want=region)
-                else:
-                    made[region.name] = tensors[region.name]
-            tensors = made
+        if want is not None:
+            return {want.name: self._make(want, len(self.steps), tensors)}
+        for step in self.steps:
+            tensors = _advance(tensors, step, apply_step(step, tensors))
         return tensors
 
     def inverse(self) -> Chain:
@@ -97,25 +87,35 @@ class Chain:
             for step in reversed(self.steps)
         )
 
-    def _levels(self, want: Region) -> list[dict[str, Region]] | None:
-        """The regions needed before the first step, after it, and so on to `want` alone; None if two of one tensor."""
-        levels = [{want.name: want}]
-        for step in reversed(self.steps):
-            maker = _makers(step)
-            needed: dict[str, Region] = {}
-            for region in levels[0].values():
-                pulled = maker[region.name].mapper.pull(region) if region.name in maker else [region]
-                if pulled is None:
-                    return None
-                for part in pulled:
-                    if needed.setdefault(part.name, part) != part:
-                        return None
-            levels.insert(0, needed)
-        return levels
+    @functools.cached_property
+    def _makers(self) -> tuple[Mapping[str, Mapper], ...]:
+        return tuple({name: group.mapper for group in step for name in group.outputs} for step in self.steps)
 
+    def _pull(self, want: Region, after: int) -> list[Region] | None:
+        """The inputs' regions that make `want` as it is after the first `after` steps."""
+        if after == 0:
+            return [want]
+        maker = self._makers[after - 1].get(want.name)
+        parts = [want] if maker is None else maker.pull(want)
+        if parts is None:
+            return None
+        regions: list[Region] = []
+        for part in parts:
+            pulled = self._pull(part, after - 1)
+            if pulled is None:
+                return None
+            regions += pulled
+        return regions
 
-def _makers(step: Step) -> dict[str, Group]:
-    return {name: group for group in step for name in group.outputs}
+    def _make(self, want: Region, after: int, tensors: Mapping[str, Tensor]) -> Tensor:
+        """`want` as it is after the first `after` steps."""
+        if after == 0:
+            return tensors[want.name]
+        maker = self._makers[after - 1].get(want.name)
+        if maker is None:
+            return self._make(want, after - 1, tensors)
+        parts = {part.name: self._make(part, after - 1, tensors) for part in maker.pull(want) or ()}
+        return maker.apply(parts, want=want)[want.name]
 
 
 def _advance(there: Mapping[str, T], step: Step, made: Mapping[str, T]) -> dict[str, T]:

@@ -1,0 +1,138 @@
+"""Loading into plain tensors in one process."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from d9d.ckpt import (
+    Concatenate,
+    Identity,
+    Parallel,
+    PlanError,
+    Region,
+    Rename,
+    Source,
+    Stack,
+    TensorSpec,
+    Unstack,
+    load,
+    open_checkpoint,
+)
+
+
+class CountingSource(Source):
+    """Tensors in memory; remembers what was read."""
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = tensors
+        self.regions: list[Region] = []
+
+    def __getitem__(self, name: str) -> TensorSpec:
+        return TensorSpec.of(self.tensors[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def read(self, region: Region) -> torch.Tensor:
+        self.regions.append(region)
+        return self.tensors[region.name][region.slices]
+
+
+def test_fills_parameters_in_place(tmp_path):
+    experts = {f"e.{i}.w": torch.randn(2, 3) for i in range(12)}
+    save_file({**experts, "norm": torch.tensor(2.0), "unused": torch.zeros(1)}, tmp_path / "model.safetensors")
+    weight, norm = torch.nn.Parameter(torch.zeros(12, 2, 3)), torch.nn.Parameter(torch.zeros(()))
+    pointer = weight.data_ptr()
+    mapper = Parallel(Stack("e.{i}.w", "experts", count=12), Identity("norm"))
+    load(open_checkpoint(tmp_path), mapper, {"experts": weight, "norm": norm}, waive=["unused"])
+    assert torch.equal(weight, torch.stack([experts[f"e.{i}.w"] for i in range(12)]))
+    assert weight.data_ptr() == pointer
+    assert norm.item() == 2
+
+
+def test_tied_names_may_share_a_tensor():
+    source = CountingSource({"embed": torch.randn(4, 2)})
+    tensor = torch.zeros(4, 2)
+    load(source, Parallel(Rename("embed", "embed"), Rename("embed", "head")), {"embed": tensor, "head": tensor})
+    assert torch.equal(tensor, source.tensors["embed"])
+
+
+def test_a_stage_reads_exactly_its_own(tmp_path):  # case 36
+    source = CountingSource({f"layers.{i}": torch.full((2,), float(i)) for i in range(4)})
+    target = {name: source[name] for name in source}
+    state = {"layers.2": torch.zeros(2), "layers.3": torch.zeros(2)}
+    load(source, Identity(), state, target=target)
+    assert [region.name for region in source.regions] == ["layers.2", "layers.3"]
+    assert state["layers.3"].tolist() == [3, 3]
+
+
+def test_groups_are_read_in_natural_order():
+    source = CountingSource({f"w{i}": torch.zeros(1) for i in (10, 9, 1)})
+    load(source, Identity(), {name: torch.ones(1) for name in source})
+    assert [region.name for region in source.regions] == ["w1", "w9", "w10"]
+
+
+def test_nothing_is_written_when_anything_is_wrong():
+    source = CountingSource({"a": torch.ones(2), "b": torch.ones(2)})
+    state = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    with pytest.raises(PlanError, match=r"made as \[2\] float32, but the model has \[3\] float32: 'b'"):
+        load(source, Identity(), state)
+    with pytest.raises(PlanError, match=r"'b' is \[3\] float32, but in the target \[2\] float32"):
+        load(source, Identity(), state, target=dict(source))
+    assert not source.regions
+    assert state["a"].tolist() == [0, 0]
+
+
+class Sorted:
+    """A leaf from outside: sorts, which does not commute with slicing."""
+
+    def bind(self, names):
+        from d9d.ckpt import Group
+
+        return [Group(["x"], ["y"], self)]
+
+    def infer(self, specs):
+        return {"y": specs["x"]}
+
+    def pull(self, want):
+        return None
+
+    def apply(self, tensors, *, want=None):
+        return {"y": tensors["x"].sort().values}
+
+    def inverse(self):
+        raise ValueError("Sorted has no inverse")
+
+
+def test_leaves_that_cannot_be_sliced_take_the_whole_group():
+    source = CountingSource({"x": torch.tensor([3, 1, 2])})
+    state = {"y": torch.zeros(3, dtype=torch.int64)}
+    load(source, Sorted(), state)
+    assert state["y"].tolist() == [1, 2, 3]
+    with pytest.raises(ValueError, match="Sorted has no inverse"):
+        Parallel(Sorted(), Unstack("a", "b.{i}", count=1)).inverse()
+
+
+def test_a_leaf_that_makes_the_wrong_shape_is_named():
+    class Broken(Sorted):
+        def apply(self, tensors, *, want=None):
+            return {"y": tensors["x"][:1]}  # would broadcast
+
+        def pull(self, want):
+            return [want.renamed("x")]
+
+    with pytest.raises(ValueError, match=r"Broken object .* made \[1\] of"):
+        load(CountingSource({"x": torch.ones(3)}), Broken(), {"y": torch.zeros(3)})
+
+
+def test_concatenated_inputs_are_read_once():
+    source = CountingSource({"gate": torch.randn(2, 3), "up": torch.randn(2, 3)})
+    state = {"gate_up": torch.zeros(4, 3)}
+    load(source, Concatenate(["gate", "up"], "gate_up", sizes=(2, 2)), state)
+    assert torch.equal(state["gate_up"], torch.cat([source.tensors["gate"], source.tensors["up"]]))
+    assert [region.numel for region in source.regions] == [6, 6]

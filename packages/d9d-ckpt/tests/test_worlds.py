@@ -1,0 +1,292 @@
+"""What needs several ranks: regions of DTensors, sharded loading, export, resharding. One world of four."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from d9d.mesh.testing import run_world
+from safetensors.torch import load_file, save_file
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import _StridedShard
+
+from d9d.ckpt import (
+    Concatenate,
+    Identity,
+    JobCheckpoints,
+    Parallel,
+    PeerError,
+    Rename,
+    Sequential,
+    Stack,
+    Transpose,
+    export,
+    load,
+    open_checkpoint,
+)
+from d9d.ckpt._local import local_region
+
+EXPERTS, INNER, HIDDEN, VOCABULARY = 6, 4, 6, 11
+MAPPER = Parallel(
+    Rename("model.embed", "embed"),
+    Transpose("lm_head", "head"),
+    Sequential(
+        Concatenate(["experts.{e}.gate", "experts.{e}.up"], "experts.{e}.gate_up", sizes=(INNER, INNER)),
+        Stack("experts.{e}.gate_up", "gate_up", count=EXPERTS),
+    ),
+    Identity("step", "mask", "empty", "few"),
+)
+
+
+def hugging_face_tensors() -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    tensors = {
+        "model.embed": torch.randn(VOCABULARY, HIDDEN, generator=generator).bfloat16(),
+        "lm_head": torch.randn(HIDDEN, VOCABULARY, generator=generator),
+        "step": torch.tensor(7),
+        "mask": torch.rand(5, generator=generator) > 0.5,
+        "empty": torch.zeros(0, 3),
+        "few": torch.randn(2, 3, generator=generator),
+    }
+    for expert in range(EXPERTS):
+        for name in ("gate", "up"):
+            tensors[f"experts.{expert}.{name}"] = torch.randn(INNER, HIDDEN, generator=generator)
+    return tensors
+
+
+def full_state() -> dict[str, torch.Tensor]:
+    return dict(MAPPER.apply(hugging_face_tensors()))
+
+
+PLACEMENTS = [
+    (Replicate(), Replicate()),
+    (Shard(0), Replicate()),
+    (Replicate(), Shard(0)),
+    (Shard(0), Shard(0)),
+    (Shard(1), Shard(0)),
+    (_StridedShard(0, split_factor=2), Shard(0)),
+    (Replicate(), Shard(1)),
+]
+
+
+def sharded(state, mesh: DeviceMesh, turn: int):
+    """Each tensor of two or more dims by another of the placements; others sharded on dim 0, or plain."""
+    result = {}
+    for index, (name, tensor) in enumerate(sorted(state.items())):
+        if tensor.ndim == 0:
+            result[name] = tensor.clone()
+            continue
+        placements = PLACEMENTS[(turn + index) % len(PLACEMENTS)] if tensor.ndim > 1 else (Replicate(), Shard(0))
+        if any(isinstance(placement, _StridedShard) for placement in placements):
+            placements = strided(tensor, mesh)
+            result[name] = placements
+        else:
+            result[name] = distribute_tensor(tensor, mesh, placements)
+    return result
+
+
+def strided(tensor, mesh: DeviceMesh) -> DTensor:
+    """Dim 0 by the second mesh dim first, within that by the first: as tensor parallelism under FSDP."""
+    first, second = mesh.get_coordinate()
+    parts = list(tensor.chunk(mesh.size(1)))
+    part = parts[second] if second < len(parts) else tensor[:0]
+    rows = list(part.chunk(mesh.size(0))) if len(part) else []
+    local = rows[first] if first < len(rows) else tensor[:0]
+    placements = (_StridedShard(0, split_factor=mesh.size(1)), Shard(0))
+    return DTensor.from_local(
+        local.clone(), mesh, placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
+
+
+def assert_equal_shards(found, expected):
+    for name, tensor in expected.items():
+        ours = found[name].to_local() if isinstance(found[name], DTensor) else found[name]
+        theirs = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        assert ours.dtype == theirs.dtype
+        assert torch.equal(ours, theirs), name
+
+
+def blank(state):
+    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+
+
+def check_regions() -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for rows in range(10):
+        tensor = torch.arange(rows * 3).reshape(rows, 3)
+        cases = [
+            distribute_tensor(tensor, mesh, placements)
+            for placements in PLACEMENTS
+            if placements[0] != _StridedShard(0, split_factor=2)
+        ]
+        for case in [*cases, strided(tensor, mesh)]:
+            offset, shape = local_region(case)
+            local = case.to_local()
+            assert shape == tuple(local.shape), (rows, case.placements)
+            index = tuple(slice(start, start + length) for start, length in zip(offset, shape))
+            assert torch.equal(tensor[index], local), (rows, case.placements)
+    partial = DTensor.from_local(torch.ones(2), mesh, [Partial(), Replicate()])
+    with pytest.raises(ValueError, match="reduce it first"):
+        local_region(partial)
+    gaps = DTensor.from_local(
+        torch.ones(2), mesh, [_StridedShard(0, split_factor=2), Replicate()], shape=(4,), stride=(1,)
+    )
+    with pytest.raises(ValueError, match="no rectangle"):
+        local_region(gaps)
+    half = DeviceMesh("cpu", [0, 1])
+    if dist.get_rank() >= 2:
+        outside = DTensor.from_local(torch.empty(0), half, [Shard(0)], run_check=False, shape=(4,), stride=(1,))
+        assert local_region(outside) == ((0,), (0,))
+
+
+def test_local_regions_of_even_uneven_empty_and_strided_shards():
+    run_world(4, check_regions)
+
+
+def check_round_trip(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    source = open_checkpoint(root / "source")
+    for turn in range(len(PLACEMENTS)):
+        expected = sharded(full_state(), mesh, turn)
+        state = blank(expected)
+        load(source, MAPPER, state)
+        assert_equal_shards(state, expected)
+        export(state, MAPPER.inverse(), root / f"out{turn}", max_shard_bytes=300, extra_files={"config.json": "{}"})
+
+
+def test_round_trip_through_any_sharding_is_byte_identical(tmp_path):
+    (tmp_path / "source").mkdir()
+    save_file(hugging_face_tensors(), tmp_path / "source" / "model.safetensors")
+    run_world(4, check_round_trip, tmp_path)
+    export(full_state(), MAPPER.inverse(), tmp_path / "single", max_shard_bytes=300, extra_files={"config.json": "{}"})
+    files = {path.name: path.read_bytes() for path in (tmp_path / "single").iterdir()}
+    assert len(files) > 6
+    for turn in range(len(PLACEMENTS)):
+        assert {path.name: path.read_bytes() for path in (tmp_path / f"out{turn}").iterdir()} == files
+    found = {}
+    for path in (tmp_path / "out0").glob("*.safetensors"):
+        found |= load_file(path)
+    expected = hugging_face_tensors()
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert found[name].dtype == tensor.dtype
+        assert torch.equal(found[name], tensor)
+    index = json.loads((tmp_path / "out0" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == expected.keys()
+    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in expected.values())
+    assert not list(tmp_path.glob(".*"))
+
+
+def failing_rank(root: Path, what: str) -> str:
+    state = {"w": torch.ones(4)}
+    if dist.get_rank() == 2:
+        state["w"] = torch.ones(4) if what == "write" else torch.ones(5)
+    import d9d.ckpt._files as files
+
+    original = files.TensorFileWriter.write
+    if what == "write" and dist.get_rank() == 0:
+
+        def full(self, name, tensor):
+            raise OSError(28, "No space left on device")
+
+        files.TensorFileWriter.write = full
+    errors = []
+    try:
+        for operation in (
+            lambda: export(state, Identity(), root / "export", max_shard_bytes=1),
+            lambda: JobCheckpoints(root / "job").save(1, state, shared={}, per_rank={"rank": dist.get_rank()}),
+        ):
+            try:
+                operation()
+            except (OSError, ValueError, PeerError) as error:
+                errors.append(f"{type(error).__name__}: {error}")
+    finally:
+        files.TensorFileWriter.write = original
+    dist.barrier()
+    return "\n".join([*errors, *sorted(path.name for path in root.rglob("*"))])
+
+
+@pytest.mark.parametrize("what", ["write", "layout"])
+def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, what):  # case 33
+    first, *others = run_world(4, failing_rank, tmp_path, what)
+    for text in (first, *others):
+        lines = text.splitlines()
+        if what == "write":
+            prefix = "OSError: " if text is first else "PeerError: rank 0 failed: OSError: "
+            assert lines == [f"{prefix}[Errno 28] No space left on device"] * 2 + ["job"]
+        else:
+            assert text.count("'w' is [5] float32 on rank 2, [4] float32 on a lower one") == 2
+
+
+def save_sharded(root: Path, shape: tuple[int, ...], turn: int) -> None:
+    mesh = init_device_mesh("cpu", shape)
+    rank = dist.get_rank()
+    checkpoints = JobCheckpoints(root)
+    per_rank = {"rng": torch.full((3,), rank, dtype=torch.uint8), "metrics": {"loss": [rank, None, "x"]}}
+    checkpoints.save(10 + turn, sharded(full_state(), mesh, turn), shared={"epoch": 1}, per_rank=per_rank)
+
+
+def load_sharded(root: Path, shape: tuple[int, ...], turn: int):
+    mesh = init_device_mesh("cpu", shape)
+    checkpoint = JobCheckpoints(root).latest()
+    expected = sharded(full_state(), mesh, turn)
+    state = blank(expected)
+    checkpoint.load(state)
+    assert_equal_shards(state, expected)
+    assert checkpoint.shared == {"epoch": 1}
+    return checkpoint.per_rank()
+
+
+def reshard(root: Path) -> list:
+    own = []
+    for turn in range(len(PLACEMENTS)):
+        save_sharded(root, (2, 2), turn)
+        own.append(load_sharded(root, (4, 1), turn + 3))
+        own.append(load_sharded(root, (1, 4), turn + 1))
+    return own
+
+
+def test_any_layout_loads_into_any_other_and_each_rank_gets_its_own(tmp_path):  # cases 30, 34, 35
+    for rank, own in enumerate(run_world(4, reshard, tmp_path)):
+        for state in own:
+            assert state["rng"].tolist() == [rank] * 3
+            assert state["metrics"] == {"loss": [rank, None, "x"]}
+    stored = {
+        name for path in tmp_path.rglob("rank-*.safetensors") for name in load_file(path) if name == "shared/step"
+    }
+    assert stored == {"shared/step"}
+    sizes = [sum(p.stat().st_size for p in d.glob("rank-*")) for d in tmp_path.iterdir()]
+    total = sum(tensor.nbytes for tensor in full_state().values())
+    assert max(sizes) < total + 4 * 4096, "replicas are written once"
+
+    state = blank(full_state())  # one process
+    checkpoint = JobCheckpoints(tmp_path).latest()
+    checkpoint.load(state)
+    assert_equal_shards(state, full_state())
+    assert checkpoint.per_rank() is None
+
+
+def stages(root: Path) -> None:
+    """Two stages of a pipeline: names differ between ranks."""
+    rank = dist.get_rank()
+    mesh = [DeviceMesh("cpu", [0, 1]), DeviceMesh("cpu", [2, 3])][rank // 2]
+    state = {f"stage{rank // 2}.w": distribute_tensor(torch.arange(5.0) + rank // 2, mesh, [Shard(0)])}
+    JobCheckpoints(root / "job").save(1, state, shared={}, per_rank={})
+    found = blank(state)
+    checkpoint = JobCheckpoints(root / "job").latest()
+    checkpoint.load(found)
+    assert_equal_shards(found, state)
+    with pytest.raises((ValueError, PeerError), match="saved, but not asked for: 'stage0.w'"):
+        checkpoint.load({} if rank < 2 else found)
+    export(state, Identity(), root / "export")
+
+
+def test_ranks_with_different_names(tmp_path):
+    run_world(4, stages, tmp_path)
+    found = load_file(tmp_path / "export" / "model.safetensors")
+    assert {name: tensor.tolist() for name, tensor in found.items()} == {
+        "stage0.w": [0, 1, 2, 3, 4],
+        "stage1.w": [1, 2, 3, 4, 5],
+    }

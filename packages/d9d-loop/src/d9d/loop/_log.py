@@ -1,0 +1,88 @@
+"""From the results of steps to the trackers."""
+
+import functools
+from collections.abc import Mapping, Sequence
+
+import attrs
+from torch import Tensor
+
+from d9d.loop._batch_sum import sum_over_batch
+from d9d.loop._protocols import Metric
+from d9d.loop.track import Number, Speedometer, Tracker
+from d9d.mesh import DistContext
+from d9d.parallel import LossSum
+
+
+@attrs.frozen(kw_only=True)
+class StepResult:
+    """One step, equal on all ranks, in tensors that the device may not have computed yet."""
+
+    total: LossSum
+    """Summed loss and weight of the global batch, without a graph."""
+
+    norm: Tensor
+    """Norm of the gradient of the summed loss, before clipping."""
+
+    lr: float
+    """Learning rate of the first group."""
+
+
+class RunLog:
+    """Gives trackers the numbers of a step: loss, norm and rate of that step, speed since the line before.
+
+    Args:
+        trackers: Open ones on the main rank, none on the others.
+        metrics: Of the task; each line holds what they gathered since the line before.
+        speed: Running.
+        ctx: Of this rank.
+        step: Steps made so far.
+        tokens: Tokens trained on so far.
+    """
+
+    def __init__(
+        self,
+        trackers: Sequence[Tracker],
+        *,
+        metrics: Mapping[str, Metric],
+        speed: Speedometer,
+        ctx: DistContext,
+        step: int,
+        tokens: Tensor,
+    ) -> None:
+        self._trackers, self._metrics, self._speed = trackers, metrics, speed
+        self._total = functools.partial(sum_over_batch, ctx=ctx)
+        self._step, self._tokens = step, int(tokens)
+
+    def write(self, step: int, result: StepResult, tokens: Tensor) -> None:
+        """Log a step; collective where the task has metrics. The main rank waits for its device."""
+        gathered = {name: metric.compute(self._total) for name, metric in self._metrics.items()}
+        for metric in self._metrics.values():
+            metric.reset()
+        if not self._trackers:
+            return
+        weight, all_tokens = result.total.weight.item(), int(tokens)
+        numbers: dict[str, Number] = {
+            "loss": result.total.mean().item(),
+            "grad_norm": result.norm.item() / weight if weight else 0.0,
+            "lr": result.lr,
+            "tokens": all_tokens,
+            **self._speed.read(tokens=all_tokens - self._tokens, steps=step - self._step),
+            **gathered,
+        }
+        self._step, self._tokens = step, all_tokens
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
+
+    def flush(self) -> None:
+        """Make durable what was written."""
+        for tracker in self._trackers:
+            tracker.flush()
+
+    def restart_clock(self) -> None:
+        """Leave what was done since the last line, such as saving, out of the speed."""
+        self._speed.restart()
+
+    def close(self) -> None:
+        """Close the trackers."""
+        for tracker in self._trackers:
+            tracker.close()
