@@ -17,10 +17,13 @@ from d9d.attn import (
     GroupedQueryAttentionConfig,
     TorchAttentionConfig,
     attention_backends,
-    choose_attention_backend,
 )
 
 SHAPE = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
+
+
+def choose(explicit=None, **need):
+    return attention_backends.choose(explicit, AttentionNeed(**need))
 
 
 @pytest.fixture
@@ -52,18 +55,18 @@ def make_config(**capabilities):
 
 
 def test_explicit_goes_before_environment_before_automatic(monkeypatch):
-    assert choose_attention_backend().config == TorchAttentionConfig()
+    assert choose().config == TorchAttentionConfig()
     monkeypatch.setenv("D9D_ATTN_BACKEND", "eager")
-    choice = choose_attention_backend()
+    choice = choose()
     assert choice.config == EagerAttentionConfig()
     assert choice.reason == "asked for by D9D_ATTN_BACKEND='eager'"
-    assert choose_attention_backend("torch").config == TorchAttentionConfig()
-    assert choose_attention_backend(TorchAttentionConfig(kernels=("math",))).config.kernels == ("math",)
+    assert choose("torch").config == TorchAttentionConfig()
+    assert choose(TorchAttentionConfig(kernels=("math",))).config.kernels == ("math",)
 
 
 def test_environment_may_hold_settings(monkeypatch):
     monkeypatch.setenv("D9D_ATTN_BACKEND", '{"kind": "torch", "kernels": ["flash", "math"]}')
-    assert choose_attention_backend().config == TorchAttentionConfig(kernels=("flash", "math"))
+    assert choose().config == TorchAttentionConfig(kernels=("flash", "math"))
 
 
 @pytest.mark.parametrize(
@@ -83,7 +86,7 @@ def test_bad_environment_is_one_clear_error(monkeypatch, text, message):
 
 
 def test_automatic_choice_falls_back_by_features_and_says_why():
-    choice = choose_attention_backend(need=AttentionNeed(features=frozenset({Feature.SINKS})))
+    choice = choose(features=frozenset({Feature.SINKS}))
     assert choice.config == EagerAttentionConfig()
     assert "'torch' has no sinks" in choice.reason
 
@@ -98,20 +101,20 @@ def test_a_backend_that_cannot_is_refused_when_the_block_is_built(registered):
 @pytest.mark.parametrize("package", ["absent_package", "absent_package.submodule"])
 def test_an_absent_package_is_refused_by_name_and_passed_over_in_silence(registered, package):
     registered(make_config(requires=package, install="d9d-attn[absent]"))
-    choice = choose_attention_backend()
+    choice = choose()
     assert choice.config == TorchAttentionConfig()
     assert f"'planned' needs '{package}', which is not installed" in choice.reason
     with pytest.raises(ValueError, match=r"install 'd9d-attn\[absent\]'"):
-        choose_attention_backend("planned")
+        choose("planned")
 
 
 def test_device_and_dtype_count_once_known(registered):
     registered(make_config(device_types=frozenset({"cuda"}), dtypes=frozenset({torch.bfloat16})))
-    assert choose_attention_backend().config.kind == "planned"
-    for need in (AttentionNeed(device_type="cpu"), AttentionNeed(dtype=torch.float64)):
-        assert choose_attention_backend(need=need).config.kind == "torch"
+    assert choose().config.kind == "planned"
+    assert choose(device_type="cpu").config.kind == "torch"
+    assert choose(dtype=torch.float64).config.kind == "torch"
     with pytest.raises(ValueError, match="not on 'cpu'"):
-        choose_attention_backend("planned", AttentionNeed(device_type="cpu"))
+        choose("planned", device_type="cpu")
 
 
 def test_a_block_chooses_by_device_and_dtype_and_logs_the_reason(registered, caplog):

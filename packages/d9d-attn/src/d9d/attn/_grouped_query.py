@@ -7,7 +7,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
-from ._backend import AttentionBackend, AttentionBackendConfig, AttentionNeed, Feature, choose_attention_backend
+from ._backend import AttentionBackend, AttentionBackendConfig, AttentionNeed, Feature, attention_backends
 from ._mask import AttentionMask
 from ._norm import RMSNorm
 from ._rotary import apply_rotary
@@ -78,7 +78,7 @@ class GroupedQueryAttention(nn.Module):
 
         grouped = config.num_heads != config.num_kv_heads
         self._need = AttentionNeed(features=frozenset({Feature.GROUPED_QUERY} if grouped else ()))
-        choose_attention_backend(config.backend, self._need)
+        attention_backends.choose(config.backend, self._need)
         self._backends: dict[tuple[str, torch.dtype], AttentionBackend] = {}
 
     def forward(self, x_BSH: Tensor, *, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
@@ -104,6 +104,6 @@ class GroupedQueryAttention(nn.Module):
         """Choose once per device type and dtype."""
         if (device_type, dtype) not in self._backends:
             need = attrs.evolve(self._need, device_type=device_type, dtype=dtype)
-            choice = choose_attention_backend(self.config.backend, need)
+            choice = attention_backends.choose(self.config.backend, need)
             self._backends[device_type, dtype] = choice.config.build()
         return self._backends[device_type, dtype]

@@ -45,7 +45,8 @@ class Visibility:
     """A mask worked out for one shape."""
 
     keys: Tensor
-    """bool, broadcastable to (B, H, S, T): the query may see the key."""
+    """bool, broadcastable to (B, H, S, T): the query may see the key. All True for a blind query, so that its softmax
+    stays finite; its result is to be dropped."""
 
     blind: Tensor
     """bool, broadcastable to (B, H, S, 1): the query sees no key at all, and its output is zero."""
@@ -119,4 +120,5 @@ class AttentionMask:
             visible = visible & (same & real[:, None, :])[:, None]
         if self.bias is not None:
             visible = visible & (self.bias if self.bias.dtype == torch.bool else self.bias != -torch.inf)
-        return Visibility(visible, ~visible.any(-1, keepdim=True))
+        blind = ~visible.any(-1, keepdim=True)
+        return Visibility(visible | blind, blind)

@@ -24,7 +24,7 @@ KERNELS = {
 
 def _check_kernels(_: object, attribute: "attrs.Attribute[tuple[str, ...]]", value: tuple[str, ...]) -> None:
     if not value or not set(value) <= KERNELS.keys():
-        raise ValueError(f"{attribute.name} must name some of {list(KERNELS)}, best first, found {value!r}")
+        raise ValueError(f"{attribute.name} must name some of {list(KERNELS)}, found {value!r}")
 
 
 @attrs.frozen(kw_only=True)
@@ -51,8 +51,8 @@ class TorchAttentionConfig(AttentionBackendConfig):
     masked_kernels: tuple[str, ...] = attrs.field(
         default=("efficient", "math"), converter=tuple, validator=_check_kernels
     )
-    """CUDA kernels to try with a mask, best first. FlashAttention takes none; cuDNN's gradient of q can be NaN with one
-    (pytorch#196678), and it has no gradient for a bias."""
+    """CUDA kernels that may run with a mask, in torch's order. FlashAttention takes none; cuDNN's gradient of q can be
+    NaN with one (pytorch#196678), and it has no gradient for a bias."""
 
     def build(self) -> AttentionBackend:
         """Make the backend."""
@@ -94,22 +94,21 @@ class TorchAttention:
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
         if q.is_cuda and q.dtype.itemsize > 2:  # cuDNN and FlashAttention share heads but take half precision only
             k, v = _one_key_head_each(q, k, v)
-        with _prefer(self.config.kernels if q.is_cuda else None):
+        with _kernels(self.config.kernels, q, ordered=True):
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float) -> Tensor:
         visibility = mask.visibility(batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], device=q.device)
-        # Kernels disagree on rows without any key (zeros, NaN, means): let them see all, then drop the result.
-        if mask.additive is None:
-            attn_mask = visibility.keys | visibility.blind
-        else:
+        # Kernels disagree on rows without any key (zeros, NaN, means), so blind rows see all and are zeroed at the end.
+        attn_mask = visibility.keys
+        if mask.additive is not None:
             bias = mask.additive.to(q.dtype).masked_fill(~visibility.keys, float("-inf"))
             attn_mask = bias.masked_fill(visibility.blind, 0.0)
         if q.is_cuda:  # the memory-efficient kernel shares no heads
             k, v = _one_key_head_each(q, k, v)
-        with _prefer(self.config.masked_kernels if q.is_cuda else None):
+        with _kernels(self.config.masked_kernels, q, ordered=False):
             out = F.scaled_dot_product_attention(
                 q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
@@ -122,7 +121,7 @@ def _one_key_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]
     return (k, v) if times == 1 else (k.repeat_interleave(times, dim=1), v.repeat_interleave(times, dim=1))
 
 
-def _prefer(kernels: tuple[str, ...] | None) -> contextlib.AbstractContextManager[object]:
-    if kernels is None:
+def _kernels(kernels: tuple[str, ...] | None, q: Tensor, *, ordered: bool) -> contextlib.AbstractContextManager[object]:
+    if kernels is None or not q.is_cuda:
         return contextlib.nullcontext()
-    return sdpa_kernel([KERNELS[name] for name in kernels], set_priority=True)
+    return sdpa_kernel([KERNELS[name] for name in kernels], set_priority=ordered)

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed, choose_grouped_mm
+from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed, grouped_mm_backends
 
 
 class GroupedSwiGLU(nn.Module):
@@ -43,7 +43,7 @@ class GroupedSwiGLU(nn.Module):
         self.intermediate_size = intermediate_size
         self.backend = backend
         self._need = GroupedMMNeed(sizes=(hidden_size, intermediate_size))
-        choose_grouped_mm(backend, self._need)
+        grouped_mm_backends.choose(backend, self._need)
         self._backends: dict[tuple[str, torch.dtype], GroupedMM] = {}
         self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
         self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
@@ -73,7 +73,7 @@ class GroupedSwiGLU(nn.Module):
         """Choose once per device type and dtype."""
         if (device_type, dtype) not in self._backends:
             need = attrs.evolve(self._need, device_type=device_type, dtype=dtype)
-            self._backends[device_type, dtype] = choose_grouped_mm(self.backend, need).config.build()
+            self._backends[device_type, dtype] = grouped_mm_backends.choose(self.backend, need).config.build()
         return self._backends[device_type, dtype]
 
     def extra_repr(self) -> str:

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._registry import BackendConfig, Choice, Registry
+from ._registry import BackendConfig, Registry
 
 
 class GroupedMM(Protocol):
@@ -83,18 +83,7 @@ class GroupedMMConfig(BackendConfig[GroupedMMNeed]):
 grouped_mm_backends: Registry[GroupedMMConfig, GroupedMMNeed] = Registry(
     "grouped_mm backend", env="D9D_GROUPED_MM_BACKEND"
 )
-"""Grouped products by kind."""
-
-
-def choose_grouped_mm(
-    explicit: GroupedMMConfig | str | None = None, need: GroupedMMNeed | None = None
-) -> Choice[GroupedMMConfig]:
-    """Choose by explicit configuration, else by D9D_GROUPED_MM_BACKEND (a kind, or JSON), else the best that can.
-
-    Raises:
-        ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
-    """
-    return grouped_mm_backends.choose(explicit, need or GroupedMMNeed())
+"""Grouped products by kind; ``choose`` picks one."""
 
 
 def eager_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
