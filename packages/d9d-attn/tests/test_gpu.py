@@ -119,6 +119,8 @@ def test_a_block_never_waits_for_the_device():
     x = torch.randn(B, S, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     positions = torch.arange(S, device="cuda").expand(B, S)
     all_masks = masks()
+    cos, sin = rotary(positions)
+    block(x, cos=cos, sin=sin, mask=AttentionMask()).sum().backward()  # library handles are made in the first call
     try:
         torch.cuda.set_sync_debug_mode("error")
         for mask in all_masks.values():
