@@ -174,6 +174,8 @@ def test_a_mask_is_worked_out_once_per_shape():
 def test_bad_masks_say_what_is_wrong():
     with pytest.raises(ValueError, match="window must be at least 1 or None, found 0"):
         AttentionMask(window=0)
+    with pytest.raises(ValueError, match="bias must be bool or floating, found torch.int64"):
+        AttentionMask(bias=torch.ones(1, 1, 2, 2, dtype=torch.int64))
     with pytest.raises(ValueError, match=r"rows must be equally long, found \[3, 4\]"):
         Documents.from_lengths([[3], [4]])
     with pytest.raises(ValueError, match="must be positive"):

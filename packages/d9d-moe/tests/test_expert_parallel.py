@@ -15,7 +15,7 @@ from d9d.moe import (
     LocalDispatcherConfig,
     MoELayer,
     TopKRouter,
-    choose_dispatcher,
+    dispatchers,
 )
 
 HIDDEN, INTERMEDIATE, EXPERTS = 6, 5, 8
@@ -159,15 +159,15 @@ def test_experts_that_do_not_divide_are_refused():
 
 
 def test_dispatcher_is_chosen_by_configuration_then_environment_then_ranks(monkeypatch):
-    assert choose_dispatcher(None, DispatchNeed(ranks=1)).config == LocalDispatcherConfig()
-    choice = choose_dispatcher(None, DispatchNeed(ranks=2))
+    assert dispatchers.choose(None, DispatchNeed(ranks=1)).config == LocalDispatcherConfig()
+    choice = dispatchers.choose(None, DispatchNeed(ranks=2))
     assert choice.config == AllToAllDispatcherConfig()
     assert "'local' does not reach experts of other ranks" in choice.reason
     with pytest.raises(ValueError, match="spread over 2; use 'all_to_all'"):
-        choose_dispatcher("local", DispatchNeed(ranks=2))
+        dispatchers.choose("local", DispatchNeed(ranks=2))
     monkeypatch.setenv("D9D_DISPATCHER", "all_to_all")
-    assert choose_dispatcher(None, DispatchNeed(ranks=1)).config == AllToAllDispatcherConfig()
-    assert choose_dispatcher("local", DispatchNeed(ranks=1)).config == LocalDispatcherConfig()
+    assert dispatchers.choose(None, DispatchNeed(ranks=1)).config == AllToAllDispatcherConfig()
+    assert dispatchers.choose("local", DispatchNeed(ranks=1)).config == LocalDispatcherConfig()
     monkeypatch.setenv("D9D_DISPATCHER", "all-to-all")
     with pytest.raises(ValueError, match="did you mean 'all_to_all'"):
-        choose_dispatcher(None, DispatchNeed(ranks=1))
+        dispatchers.choose(None, DispatchNeed(ranks=1))

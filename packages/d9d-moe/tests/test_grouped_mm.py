@@ -10,7 +10,7 @@ from d9d.moe import (
     MoELayer,
     TopKRouter,
     TorchGroupedMMConfig,
-    choose_grouped_mm,
+    grouped_mm_backends,
 )
 
 EAGER, TORCH = EagerGroupedMMConfig().build(), TorchGroupedMMConfig().build()
@@ -40,16 +40,16 @@ def test_products_are_right_with_empty_groups(monkeypatch, backend, dtype, black
 
 
 def test_choice_goes_by_configuration_then_environment_then_device(monkeypatch):
-    assert choose_grouped_mm(need=CUDA_BF16).config == TorchGroupedMMConfig()
+    assert grouped_mm_backends.choose(None, CUDA_BF16).config == TorchGroupedMMConfig()
     cpu = GroupedMMNeed(device_type="cpu", dtype=torch.bfloat16)
-    choice = choose_grouped_mm(need=cpu)
+    choice = grouped_mm_backends.choose(None, cpu)
     assert choice.config == EagerGroupedMMConfig()
     assert "'torch' runs on ['cuda'] only" in choice.reason
     with pytest.raises(ValueError, match="'torch', asked for in the configuration, runs on"):
-        choose_grouped_mm("torch", cpu)
+        grouped_mm_backends.choose("torch", cpu)
     monkeypatch.setenv("D9D_GROUPED_MM_BACKEND", '{"kind": "eager"}')
-    assert choose_grouped_mm(need=CUDA_BF16).config == EagerGroupedMMConfig()
-    assert choose_grouped_mm("torch", CUDA_BF16).config == TorchGroupedMMConfig()
+    assert grouped_mm_backends.choose(None, CUDA_BF16).config == EagerGroupedMMConfig()
+    assert grouped_mm_backends.choose("torch", CUDA_BF16).config == TorchGroupedMMConfig()
     monkeypatch.setenv("D9D_GROUPED_MM_BACKEND", "tensor")
     with pytest.raises(ValueError, match=r"unknown grouped_mm backend 'tensor', known are \['eager', 'torch'\]"):
         GroupedSwiGLU(2, 4, 4)
@@ -64,9 +64,9 @@ def test_choice_goes_by_configuration_then_environment_then_device(monkeypatch):
 )
 def test_what_torch_cannot_do_is_refused_and_left_to_eager(change, message):
     need = GroupedMMNeed(**{"device_type": "cuda", "dtype": torch.bfloat16, "sizes": (16, 8), **change})
-    assert choose_grouped_mm(need=need).config == EagerGroupedMMConfig()
+    assert grouped_mm_backends.choose(None, need).config == EagerGroupedMMConfig()
     with pytest.raises(ValueError, match=message):
-        choose_grouped_mm("torch", need)
+        grouped_mm_backends.choose("torch", need)
 
 
 @pytest.mark.gpu

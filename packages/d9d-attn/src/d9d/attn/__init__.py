@@ -7,7 +7,6 @@ from ._backend import (
     Capabilities,
     Feature,
     attention_backends,
-    choose_attention_backend,
 )
 from ._eager import EagerAttentionConfig
 from ._grouped_query import GroupedQueryAttention, GroupedQueryAttentionConfig
@@ -39,5 +38,4 @@ __all__ = [
     "Feature",
     "TorchAttentionConfig",
     "attention_backends",
-    "choose_attention_backend",
 ]

@@ -3,6 +3,7 @@
 import abc
 import enum
 import importlib.util
+import sys
 from typing import ClassVar, Protocol
 
 import attrs
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._mask import AttentionMask
-from ._registry import BackendConfig, Choice, Registry
+from ._registry import BackendConfig, Registry
 
 
 class AttentionBackend(Protocol):
@@ -95,8 +96,7 @@ class AttentionBackendConfig(BackendConfig[AttentionNeed]):
     def refusal(self, need: AttentionNeed) -> str | None:
         """Say what of the need the capability table does not cover."""
         can = self.capabilities
-        # Only a top-level name is looked up: looking up a submodule imports its parents, and raises without them.
-        if can.requires is not None and importlib.util.find_spec(can.requires.partition(".")[0]) is None:
+        if can.requires is not None and not _is_installed(can.requires):
             return f"needs {can.requires!r}, which is not installed; install {can.install or can.requires!r}"
         if missing := sorted(need.features - can.features):
             return f"has no {', '.join(missing)}; choose another backend or leave the choice automatic"
@@ -107,18 +107,13 @@ class AttentionBackendConfig(BackendConfig[AttentionNeed]):
         return None
 
 
+def _is_installed(module: str) -> bool:
+    # Looking up a submodule would import its parents, and raise without them; looking up a loaded module may raise too.
+    package = module.partition(".")[0]
+    return sys.modules.get(package) is not None or importlib.util.find_spec(package) is not None
+
+
 attention_backends: Registry[AttentionBackendConfig, AttentionNeed] = Registry(
     "attention backend", env="D9D_ATTN_BACKEND"
 )
-"""Attention backends by kind."""
-
-
-def choose_attention_backend(
-    explicit: AttentionBackendConfig | str | None = None, need: AttentionNeed | None = None
-) -> Choice[AttentionBackendConfig]:
-    """Choose by explicit configuration, else by D9D_ATTN_BACKEND (a kind, or JSON), else the best that can.
-
-    Raises:
-        ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
-    """
-    return attention_backends.choose(explicit, need or AttentionNeed())
+"""Attention backends by kind; ``choose`` picks one."""

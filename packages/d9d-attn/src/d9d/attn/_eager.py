@@ -34,7 +34,7 @@ def eager_attention(
     if mask.additive is not None:
         scores_BHST = scores_BHST + mask.additive.to(dtype)
     scores_BHST = scores_BHST.masked_fill(~visibility.keys, -torch.inf)
-    # A softmax over nothing but −inf is NaN, in its gradient too: blind rows get equal weights, dropped just after.
+    # The bias may be −inf all over a blind row, and a softmax over nothing but −inf is NaN, in its gradient too.
     scores_BHST = scores_BHST.masked_fill(visibility.blind, 0.0)
     if sinks_H is not None:
         sink_BHS1 = sinks_H.to(dtype)[:, None, None].expand(batch, heads, queries, 1)
@@ -48,7 +48,6 @@ def eager_attention(
     return out.flatten(2, 3).to(q_BSHD.dtype)
 
 
-@attention_backends.register
 @attrs.frozen(kw_only=True)
 class EagerAttentionConfig(AttentionBackendConfig):
     """The reference backend: every feature, but it holds all scores."""
@@ -60,3 +59,6 @@ class EagerAttentionConfig(AttentionBackendConfig):
     def build(self) -> AttentionBackend:
         """Make the backend."""
         return eager_attention
+
+
+attention_backends.register(EagerAttentionConfig)

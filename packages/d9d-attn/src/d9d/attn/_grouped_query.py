@@ -4,9 +4,10 @@ Shapes: B batch, S positions, H hidden size; heads are split as in AttentionBack
 """
 
 import attrs
+import torch
 from torch import Tensor, nn
 
-from ._backend import AttentionBackendConfig, AttentionNeed, Feature, choose_attention_backend
+from ._backend import AttentionBackend, AttentionBackendConfig, AttentionNeed, Feature, attention_backends
 from ._mask import AttentionMask
 from ._norm import RMSNorm
 from ._rotary import apply_rotary
@@ -56,7 +57,8 @@ class GroupedQueryAttentionConfig:
 class GroupedQueryAttention(nn.Module):
     """Attention with rotary positions, where several query heads share a key head (arXiv:2305.13245).
 
-    The backend is chosen when the block is built; ``backend_choice`` holds the choice and its reason.
+    A backend that was asked for is checked when the block is built; the automatic choice follows the device and dtype
+    of the input.
 
     Raises:
         ValueError: The backend asked for is unknown, not installed, or cannot do what the block needs.
@@ -75,9 +77,9 @@ class GroupedQueryAttention(nn.Module):
         self.scale = config.head_dim**-0.5 if config.scale is None else config.scale
 
         grouped = config.num_heads != config.num_kv_heads
-        features = frozenset({Feature.GROUPED_QUERY} if grouped else ())
-        self.backend_choice = choose_attention_backend(config.backend, AttentionNeed(features=features))
-        self.backend = self.backend_choice.config.build()
+        self._need = AttentionNeed(features=frozenset({Feature.GROUPED_QUERY} if grouped else ()))
+        attention_backends.choose(config.backend, self._need)
+        self._backends: dict[tuple[str, torch.dtype], AttentionBackend] = {}
 
     def forward(self, x_BSH: Tensor, *, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
         """Attend within x.
@@ -93,6 +95,15 @@ class GroupedQueryAttention(nn.Module):
         k_BSGD = self.k_norm(self.k_proj(x_BSH).unflatten(-1, (-1, head_dim)))
         v_BSGD = self.v_proj(x_BSH).unflatten(-1, (-1, head_dim))
         q_BSHD, k_BSGD = apply_rotary(q_BSHD, k_BSGD, cos, sin)
-        out_BSHD = self.backend(q_BSHD, k_BSGD, v_BSGD, mask, scale=self.scale)
+        backend = self._backend(q_BSHD.device.type, q_BSHD.dtype)
+        out_BSHD = backend(q_BSHD, k_BSGD, v_BSGD, mask, scale=self.scale)
         y_BSH: Tensor = self.o_proj(out_BSHD.flatten(-2))
         return y_BSH
+
+    def _backend(self, device_type: str, dtype: torch.dtype) -> AttentionBackend:
+        """Choose once per device type and dtype."""
+        if (device_type, dtype) not in self._backends:
+            need = attrs.evolve(self._need, device_type=device_type, dtype=dtype)
+            choice = attention_backends.choose(self.config.backend, need)
+            self._backends[device_type, dtype] = choice.config.build()
+        return self._backends[device_type, dtype]

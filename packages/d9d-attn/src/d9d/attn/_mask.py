@@ -45,7 +45,8 @@ class Visibility:
     """A mask worked out for one shape."""
 
     keys: Tensor
-    """bool, broadcastable to (B, H, S, T): the query may see the key."""
+    """bool, broadcastable to (B, H, S, T): the query may see the key. All True for a blind query, so that its softmax
+    stays finite; its result is to be dropped."""
 
     blind: Tensor
     """bool, broadcastable to (B, H, S, 1): the query sees no key at all, and its output is zero."""
@@ -75,10 +76,13 @@ class AttentionMask:
     def __attrs_post_init__(self) -> None:
         if self.window is not None and self.window < 1:
             raise ValueError(f"AttentionMask.window must be at least 1 or None, found {self.window!r}")
+        if self.bias is not None and self.bias.dtype != torch.bool and not self.bias.is_floating_point():
+            raise ValueError(f"AttentionMask.bias must be bool or floating, found {self.bias.dtype!r}; convert it")
 
-    def is_exactly_causal(self, queries: int, keys: int) -> bool:
-        """Whether causality alone decides, among as many queries as keys."""
-        return self.causal and queries == keys and self.window is None and self.documents is None and self.bias is None
+    def is_plain(self, queries: int, keys: int) -> bool:
+        """Whether the flag ``causal`` says all, in the usual meaning for as many queries as keys."""
+        unrestricted = self.window is None and self.documents is None and self.bias is None
+        return unrestricted and (queries == keys or not self.causal)
 
     @property
     def additive(self) -> Tensor | None:
@@ -116,4 +120,5 @@ class AttentionMask:
             visible = visible & (same & real[:, None, :])[:, None]
         if self.bias is not None:
             visible = visible & (self.bias if self.bias.dtype == torch.bool else self.bias != -torch.inf)
-        return Visibility(visible, ~visible.any(-1, keepdim=True))
+        blind = ~visible.any(-1, keepdim=True)
+        return Visibility(visible | blind, blind)

@@ -6,6 +6,7 @@ The same few lines stand in d9d.attn and d9d.moe, which share no package below t
 import abc
 import difflib
 import json
+import logging
 import os
 from collections.abc import Mapping
 from types import MappingProxyType
@@ -14,6 +15,8 @@ from typing import Any, ClassVar, Generic, TypeVar
 import attrs
 
 NeedT = TypeVar("NeedT")
+
+_logger = logging.getLogger(__name__)
 
 
 class BackendConfig(abc.ABC, Generic[NeedT]):
@@ -62,8 +65,8 @@ class Registry(Generic[ConfigT, NeedT]):
         """The registered configuration classes by kind."""
         return MappingProxyType(self._classes)
 
-    def register(self, config_class: type[ConfigT]) -> type[ConfigT]:
-        """Make a backend available under its kind; a class decorator.
+    def register(self, config_class: type[ConfigT]) -> None:
+        """Make a backend available under its kind.
 
         Raises:
             ValueError: Another class has this kind.
@@ -75,7 +78,6 @@ class Registry(Generic[ConfigT, NeedT]):
                 "choose another kind"
             )
         self._classes[config_class.kind] = config_class
-        return config_class
 
     def parse(self, text: str) -> ConfigT:
         """Read a kind, or a JSON object such as ``{"kind": "torch", "kernels": ["math"]}``.
@@ -90,7 +92,7 @@ class Registry(Generic[ConfigT, NeedT]):
             except json.JSONDecodeError as error:
                 raise ValueError(f"the {self._what} {text!r} is neither a kind nor JSON: {error}") from error
         kind = settings.pop("kind", None)
-        if kind not in self._classes:
+        if not isinstance(kind, str) or kind not in self._classes:
             nearest = difflib.get_close_matches(str(kind), self._classes, n=1)
             hint = f"; did you mean {nearest[0]!r}?" if nearest else ""
             raise ValueError(f"unknown {self._what} {kind!r}, known are {sorted(self._classes)}{hint}")
@@ -100,11 +102,16 @@ class Registry(Generic[ConfigT, NeedT]):
             raise ValueError(f"the settings {settings!r} do not fit the {self._what} {kind!r}: {error}") from error
 
     def choose(self, explicit: ConfigT | str | None, need: NeedT) -> Choice[ConfigT]:
-        """Choose by explicit configuration, else by the environment, else the best that can.
+        """Choose by explicit configuration, else by the environment, else the best that can; logged at DEBUG.
 
         Raises:
             ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
         """
+        choice = self._choose(explicit, need)
+        _logger.debug("%s %r for %r: %s", self._what, choice.config, need, choice.reason)
+        return choice
+
+    def _choose(self, explicit: ConfigT | str | None, need: NeedT) -> Choice[ConfigT]:
         if explicit is not None:
             config = self.parse(explicit) if isinstance(explicit, str) else explicit
             return self._accepted(config, "asked for in the configuration", need)

@@ -6,7 +6,6 @@ from ._dispatch import (
     Dispatcher,
     DispatcherConfig,
     DispatchNeed,
-    choose_dispatcher,
     dispatchers,
 )
 from ._experts import GroupedSwiGLU
@@ -17,7 +16,6 @@ from ._grouped_mm import (
     GroupedMMConfig,
     GroupedMMNeed,
     TorchGroupedMMConfig,
-    choose_grouped_mm,
     grouped_mm_backends,
 )
 from ._layer import MoELayer
@@ -42,7 +40,6 @@ __all__ = [
     "DispatcherConfig",
     "LocalDispatcher",
     "LocalDispatcherConfig",
-    "choose_dispatcher",
     "dispatchers",
     # Grouped matrix product
     "Capabilities",
@@ -51,7 +48,6 @@ __all__ = [
     "GroupedMMConfig",
     "GroupedMMNeed",
     "TorchGroupedMMConfig",
-    "choose_grouped_mm",
     "grouped_mm_backends",
     # Choice of either
     "Choice",

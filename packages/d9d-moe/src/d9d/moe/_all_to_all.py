@@ -80,7 +80,6 @@ class AllToAllDispatcher:
         return sum_rows(partial_SH, handle.sent)
 
 
-@dispatchers.register
 @attrs.frozen(kw_only=True)
 class AllToAllDispatcherConfig(DispatcherConfig):
     """Experts are spread over a process group of any backend."""
@@ -95,6 +94,9 @@ class AllToAllDispatcherConfig(DispatcherConfig):
     def build(self, num_experts: int, group: dist.ProcessGroup) -> Dispatcher[AllToAllHandle]:
         """Make the dispatcher."""
         return AllToAllDispatcher(num_experts, group)
+
+
+dispatchers.register(AllToAllDispatcherConfig)
 
 
 @torch.no_grad()

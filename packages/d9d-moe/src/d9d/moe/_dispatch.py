@@ -10,7 +10,7 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from ._registry import BackendConfig, Choice, Registry
+from ._registry import BackendConfig, Registry
 
 HandleT = TypeVar("HandleT")
 
@@ -63,13 +63,4 @@ class DispatcherConfig(BackendConfig[DispatchNeed]):
 
 
 dispatchers: Registry[DispatcherConfig, DispatchNeed] = Registry("dispatcher", env="D9D_DISPATCHER")
-"""Dispatchers by kind."""
-
-
-def choose_dispatcher(explicit: DispatcherConfig | str | None, need: DispatchNeed) -> Choice[DispatcherConfig]:
-    """Choose by explicit configuration, else by D9D_DISPATCHER (a kind, or JSON), else the best that can.
-
-    Raises:
-        ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
-    """
-    return dispatchers.choose(explicit, need)
+"""Dispatchers by kind; ``choose`` picks one."""

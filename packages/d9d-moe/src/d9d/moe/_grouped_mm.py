@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._registry import BackendConfig, Choice, Registry
+from ._registry import BackendConfig, Registry
 
 
 class GroupedMM(Protocol):
@@ -83,18 +83,7 @@ class GroupedMMConfig(BackendConfig[GroupedMMNeed]):
 grouped_mm_backends: Registry[GroupedMMConfig, GroupedMMNeed] = Registry(
     "grouped_mm backend", env="D9D_GROUPED_MM_BACKEND"
 )
-"""Grouped products by kind."""
-
-
-def choose_grouped_mm(
-    explicit: GroupedMMConfig | str | None = None, need: GroupedMMNeed | None = None
-) -> Choice[GroupedMMConfig]:
-    """Choose by explicit configuration, else by D9D_GROUPED_MM_BACKEND (a kind, or JSON), else the best that can.
-
-    Raises:
-        ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
-    """
-    return grouped_mm_backends.choose(explicit, need or GroupedMMNeed())
+"""Grouped products by kind; ``choose`` picks one."""
 
 
 def eager_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tensor:
@@ -111,10 +100,10 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
     weight_EKM = weight_EMK.transpose(1, 2)
     y_NM = F.grouped_mm(x_NK.contiguous(), weight_EKM, offs=ends_E)
     if y_NM.requires_grad:  # the kernel refuses expanded gradients, as that of a plain sum
-        y_NM.register_hook(torch.Tensor.contiguous)  # type: ignore[no-untyped-call]
+        y_NM.register_hook(torch.Tensor.contiguous)
     if weight_EKM.requires_grad and _spoils_empty_groups(x_NK.device):
         is_empty_E11 = (counts_E == 0)[:, None, None]
-        weight_EKM.register_hook(lambda grad: grad.masked_fill(is_empty_E11, 0.0))  # type: ignore[no-untyped-call]
+        weight_EKM.register_hook(lambda grad: grad.masked_fill(is_empty_E11, 0.0))
     return y_NM
 
 
@@ -123,7 +112,6 @@ def _spoils_empty_groups(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] >= 10
 
 
-@grouped_mm_backends.register
 @attrs.frozen(kw_only=True)
 class EagerGroupedMMConfig(GroupedMMConfig):
     """The reference: a loop over the experts, for any device and dtype."""
@@ -137,7 +125,9 @@ class EagerGroupedMMConfig(GroupedMMConfig):
         return eager_grouped_mm
 
 
-@grouped_mm_backends.register
+grouped_mm_backends.register(EagerGroupedMMConfig)
+
+
 @attrs.frozen(kw_only=True)
 class TorchGroupedMMConfig(GroupedMMConfig):
     """torch.nn.functional.grouped_mm."""
@@ -151,3 +141,6 @@ class TorchGroupedMMConfig(GroupedMMConfig):
     def build(self) -> GroupedMM:
         """Make the backend."""
         return torch_grouped_mm
+
+
+grouped_mm_backends.register(TorchGroupedMMConfig)

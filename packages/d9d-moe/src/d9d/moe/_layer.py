@@ -6,7 +6,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._dispatch import Dispatcher, DispatcherConfig, DispatchNeed, choose_dispatcher
+from ._dispatch import Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
 from ._experts import GroupedSwiGLU
 from ._local import LocalDispatcher
 from ._router import TopKRouter
@@ -66,7 +66,7 @@ class MoELayer(nn.Module):
                 f"{self.num_experts!r} experts do not divide over {ranks!r} expert-parallel ranks; "
                 "use a degree that divides the number of experts"
             )
-        choice = choose_dispatcher(dispatcher, DispatchNeed(ranks=ranks))
+        choice = dispatchers.choose(dispatcher, DispatchNeed(ranks=ranks))
         self.dispatcher = choice.config.build(self.num_experts, group)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -31,7 +31,6 @@ class LocalDispatcher:
         return sum_rows(y_NH, handle)
 
 
-@dispatchers.register
 @attrs.frozen(kw_only=True)
 class LocalDispatcherConfig(DispatcherConfig):
     """All experts are on this rank."""
@@ -48,3 +47,6 @@ class LocalDispatcherConfig(DispatcherConfig):
     def build(self, num_experts: int, group: dist.ProcessGroup) -> Dispatcher[RowIndex]:  # noqa: ARG002
         """Make the dispatcher."""
         return LocalDispatcher(num_experts)
+
+
+dispatchers.register(LocalDispatcherConfig)
