@@ -19,12 +19,8 @@ class Order2Model:
         concentration: k.
     """
 
-    def __init__(self, files: Iterable[bytes], *, concentration: float = 4.0) -> None:
-        counts = torch.zeros(_BYTES**3, dtype=torch.int32)
-        for content in files:
-            if len(content) >= 3:
-                index, found = torch.unique(_contexts(content), return_counts=True)
-                counts[index] += found.to(torch.int32)
+    def __init__(self, files: Iterable[bytes], *, concentration: float = 10.0) -> None:
+        counts = torch.bincount(torch.cat([_contexts(content) for content in files]), minlength=_BYTES**3)
         triples = counts.view(_BYTES, _BYTES, _BYTES)
         pairs = triples.sum(0)
         singles = pairs.sum(0)
@@ -41,6 +37,8 @@ class Order2Model:
 
 def _contexts(content: bytes) -> Tensor:
     """For each byte from the third on, its place in a table by the two before it and itself."""
+    if len(content) < 3:
+        return torch.zeros(0, dtype=torch.int64)
     text = torch.frombuffer(bytearray(content), dtype=torch.uint8).to(torch.int64)
     return (text[:-2] * _BYTES + text[1:-1]) * _BYTES + text[2:]
 

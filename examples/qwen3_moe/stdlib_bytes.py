@@ -62,7 +62,9 @@ def collate(samples: Sequence[Sample], *, sequence: int) -> tuple[Tensor, Tensor
 
 
 def read_library(*, held_out_bytes: int) -> tuple[list[bytes], list[bytes]]:
-    """Contents of the library's files, to train on and held out: disjoint files, picked by their names alone.
+    """Contents of the library's files, to train on and held out.
+
+    Names alone decide which files are held out, apart from large ones: none of them shall be most of the comparison.
 
     Args:
         held_out_bytes: About how much to hold out.
@@ -76,6 +78,9 @@ def read_library(*, held_out_bytes: int) -> tuple[list[bytes], list[bytes]]:
     left = held_out_bytes
     for path in files:
         content = (root / path).read_bytes()
-        (held_out if left > 0 else train).append(content)
-        left -= len(content)
+        if left > 0 and len(content) <= held_out_bytes // 8:
+            held_out.append(content)
+            left -= len(content)
+        else:
+            train.append(content)
     return train, held_out

@@ -98,13 +98,18 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
         return F.linear(x_NK, weight_EMK[0])
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     weight_EKM = weight_EMK.transpose(1, 2)
-    y_NM = F.grouped_mm(x_NK.contiguous(), weight_EKM, offs=ends_E)
+    y_NM = F.grouped_mm(_row_major(x_NK), weight_EKM, offs=ends_E)
     if y_NM.requires_grad:  # the kernel refuses expanded gradients, as that of a plain sum
-        y_NM.register_hook(torch.Tensor.contiguous)
+        y_NM.register_hook(_row_major)
     if weight_EKM.requires_grad and _spoils_empty_groups(x_NK.device):
         is_empty_E11 = (counts_E == 0)[:, None, None]
         weight_EKM.register_hook(lambda grad: grad.masked_fill(is_empty_E11, 0.0))
     return y_NM
+
+
+def _row_major(x: Tensor) -> Tensor:
+    """Give a matrix the strides of its shape: torch takes any strides of a single row for contiguous, the kernel not."""
+    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
 
 
 def _spoils_empty_groups(device: torch.device) -> bool:
