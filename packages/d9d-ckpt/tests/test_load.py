@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from d9d.ckpt import (
     Concatenate,
+    Group,
     Identity,
     Parallel,
     PlanError,
@@ -92,8 +93,6 @@ class Sorted:
     """A leaf from outside: sorts, which does not commute with slicing."""
 
     def bind(self, names):
-        from d9d.ckpt import Group
-
         return [Group(["x"], ["y"], self)]
 
     def infer(self, specs):
