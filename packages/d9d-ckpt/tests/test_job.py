@@ -1,5 +1,6 @@
 """Job checkpoints in one process: what comes back, what is refused, and that nothing is lost."""
 
+import itertools
 import json
 import logging
 import multiprocessing
@@ -10,8 +11,13 @@ import time
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-from d9d.ckpt import Identity, JobCheckpoints, Region, UnknownFormatError, export, open_checkpoint
+from d9d.ckpt import Identity, JobCheckpoints, Region, TensorSpec, UnknownFormatError, export, open_checkpoint
+from d9d.ckpt._files import TensorFileWriter
+from d9d.ckpt._job_read import JobSource
+from d9d.ckpt._manifest import Manifest, Stored
 
 
 def save(checkpoints, step, tensors=None, **kwargs):
@@ -106,6 +112,8 @@ def test_the_last_ones_are_kept(tmp_path):
     assert steps(tmp_path) == ["step-00000010", "step-00000100"]
     with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
         JobCheckpoints(tmp_path, keep=0)
+    with pytest.raises(ValueError, match="step must not be negative, got -1"):
+        save(checkpoints, -1)
 
 
 def break_file(path):
@@ -179,11 +187,34 @@ def test_exports_from_a_job_checkpoint(tmp_path):
         export(state, Identity(), tmp_path / "hf")
 
 
+@given(st.data())
+def test_any_region_is_assembled_from_any_chunks(tmp_path_factory, data):
+    """Chunks of a random grid, in files of random ranks."""
+    tensor = torch.arange(data.draw(st.integers(1, 8)) * 7).reshape(-1, 7)
+    cuts = [sorted({0, length, *data.draw(st.sets(st.integers(0, length), max_size=3))}) for length in tensor.shape]
+    chunks = [
+        Region("w", (top, left), (bottom - top, right - left))
+        for top, bottom in itertools.pairwise(cuts[0])
+        for left, right in itertools.pairwise(cuts[1])
+    ]
+    directory = tmp_path_factory.mktemp("chunks")
+    stored = []
+    for number, chunk in enumerate(chunks):
+        values = tensor[chunk.slices]
+        with TensorFileWriter(directory / str(number), {"key": TensorSpec.of(values)}) as writer:
+            stored.append(Stored(chunk, str(number), "key", writer.write("key", values)))
+    specs = {"w": TensorSpec.of(tensor)}
+    source = JobSource(directory, Manifest(step=0, shared={}, specs=specs, stored={"w": stored}, ranks=[]))
+    offset = [data.draw(st.integers(0, length)) for length in tensor.shape]
+    region = Region("w", offset, [data.draw(st.integers(0, n - o)) for n, o in zip(tensor.shape, offset)])
+    assert torch.equal(source.read(region), tensor[region.slices])
+
+
 class Killed(BaseException):
     """Stands for a kill: nothing handles it."""
 
 
-def test_death_before_any_durable_step_leaves_a_complete_checkpoint(tmp_path, monkeypatch):  # case 33
+def test_death_before_any_durable_step_leaves_a_complete_checkpoint(tmp_path, monkeypatch, caplog):  # case 33
     """Every system call that makes a save durable is, in turn, the last one that does not happen."""
     die_at = 0
     calls = 0
@@ -208,7 +239,10 @@ def test_death_before_any_durable_step_leaves_a_complete_checkpoint(tmp_path, mo
             save(checkpoints, step)
         except Killed:
             die_at = 0
+            caplog.clear()
             latest = checkpoints.latest()
+            unfinished = [path for path in tmp_path.iterdir() if path.name.startswith(".")]
+            assert caplog.text.count("skipping the unfinished") == len(unfinished)
             assert latest.step in (step - 1, step)
             assert loaded(latest) == [float(latest.step)] * 3
             save(checkpoints, step)  # the run goes on

@@ -201,10 +201,10 @@ def test_two_regions_of_one_tensor_take_the_whole_group():
 
 
 def test_leaves_print_as_they_are_written():
-    mapper = Sequential(Stack("e.{i}.w", "e.w", count=2, dim=1), Prefix("e.", Rename("w", "v")))
+    mapper = Sequential(Stack("e.{i}.w", "e.w", count=2, dim=1), Prefix("e.", Rename("w", "v")), Identity("e.v"))
     assert repr(mapper) == (
         "Sequential(Stack(input='e.{i}.w', output='e.w', count=2, dim=1), "
-        "Prefix(input='e.', mapper=Rename(input='w', output='v'), output='e.'))"
+        "Prefix(input='e.', mapper=Rename(input='w', output='v'), output='e.'), Identity('e.v'))"
     )
 
 

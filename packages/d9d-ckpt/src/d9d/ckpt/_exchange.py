@@ -32,15 +32,15 @@ def collect(
             if part is None:
                 continue
             sender = owner if owner in piece.holders else piece.holders[owner % len(piece.holders)]
-            values = None
+            if rank not in (sender, owner):
+                continue
             if rank == sender:
                 local, held = local_part(region.name, state[region.name])
                 values = local[part.within(held)]
-                if sender != owner:
-                    _send(values, owner, group)
-            elif rank == owner:
-                values = _receive(part.shape, dtype, sender, group)
-            if rank != owner or values is None:
+            else:
+                values = _receive(part.shape, dtype, sender, _wire_device(layout, group), group)
+            if rank != owner:
+                _send(values, owner, _wire_device(layout, group), group)
                 continue
             if part == region:
                 collected[region.name] = values.cpu()
@@ -51,17 +51,22 @@ def collect(
     return collected
 
 
-def _send(values: Tensor, receiver: int, group: ProcessGroup | None) -> None:
+def _send(values: Tensor, receiver: int, device: torch.device, group: ProcessGroup | None) -> None:
     # as bytes: backends know few dtypes
-    wire = values.to(_wire_device(group)).contiguous().reshape(-1).view(torch.uint8)
+    wire = values.to(device).contiguous().reshape(-1).view(torch.uint8)
     dist.send(wire, group=group, group_dst=receiver)
 
 
-def _receive(shape: Sequence[int], dtype: torch.dtype, sender: int, group: ProcessGroup | None) -> Tensor:
-    values = torch.empty(shape, dtype=dtype, device=_wire_device(group))
+def _receive(
+    shape: Sequence[int], dtype: torch.dtype, sender: int, device: torch.device, group: ProcessGroup | None
+) -> Tensor:
+    values = torch.empty(shape, dtype=dtype, device=device)
     dist.recv(values.reshape(-1).view(torch.uint8), group=group, group_src=sender)
     return values
 
 
-def _wire_device(group: ProcessGroup | None) -> torch.device:
-    return torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
+def _wire_device(layout: Layout, group: ProcessGroup | None) -> torch.device:
+    """Where pieces are while they are sent: on the GPU if they live there or nothing else can be sent."""
+    backends = dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    over_nccl = "cuda:nccl" in backends and (layout.device_type == "cuda" or "cpu:" not in backends)
+    return torch.device("cuda" if over_nccl else "cpu")
