@@ -11,7 +11,7 @@ import time
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.ckpt import Identity, JobCheckpoints, Region, TensorSpec, UnknownFormatError, export, open_checkpoint
@@ -187,6 +187,7 @@ def test_exports_from_a_job_checkpoint(tmp_path):
         export(state, Identity(), tmp_path / "hf")
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.data())
 def test_any_region_is_assembled_from_any_chunks(tmp_path_factory, data):
     """Chunks of a random grid, in files of random ranks."""

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.ckpt import (
@@ -156,6 +156,7 @@ def moves(draw, names: tuple[str, ...] = ("a", "b", "c")):
     return mapper, tensors
 
 
+@settings(deadline=None, max_examples=50)
 @given(moves(), st.data())
 def test_moves_commute_with_slicing_and_have_inverses(move, data):
     mapper, tensors = move

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.ckpt import (
@@ -140,6 +140,7 @@ def test_select_restricts_what_is_read_but_not_what_is_proven():  # case 36
     )
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(sorted(SOURCE)), st.sampled_from(["hole", "typo", "shape", "dtype"]))
 def test_every_planted_fault_is_found(name, fault):
     source = without(SOURCE, name)

@@ -61,13 +61,14 @@ def full_state() -> dict[str, torch.Tensor]:
     return dict(MAPPER.apply(hugging_face_tensors()))
 
 
+STRIDED = (_StridedShard(0, split_factor=2), Shard(0))
 PLACEMENTS = [
     (Replicate(), Replicate()),
     (Shard(0), Replicate()),
     (Replicate(), Shard(0)),
     (Shard(0), Shard(0)),
     (Shard(1), Shard(0)),
-    (_StridedShard(0, split_factor=2), Shard(0)),
+    STRIDED,
     (Replicate(), Shard(1)),
 ]
 TURNS = range(0, len(PLACEMENTS), 2)
@@ -81,11 +82,7 @@ def sharded(state, mesh: DeviceMesh, turn: int):
             result[name] = tensor.clone()
             continue
         placements = PLACEMENTS[(turn + index) % len(PLACEMENTS)] if tensor.ndim > 1 else (Replicate(), Shard(0))
-        if any(isinstance(placement, _StridedShard) for placement in placements):
-            placements = strided(tensor, mesh)
-            result[name] = placements
-        else:
-            result[name] = distribute_tensor(tensor, mesh, placements)
+        result[name] = strided(tensor, mesh) if placements == STRIDED else distribute_tensor(tensor, mesh, placements)
     return result
 
 
@@ -118,12 +115,8 @@ def check_regions() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for rows in range(10):
         tensor = torch.arange(rows * 3).reshape(rows, 3)
-        cases = [
-            distribute_tensor(tensor, mesh, placements)
-            for placements in PLACEMENTS
-            if placements[0] != _StridedShard(0, split_factor=2)
-        ]
-        for case in [*cases, strided(tensor, mesh)]:
+        even = [distribute_tensor(tensor, mesh, placements) for placements in PLACEMENTS if placements != STRIDED]
+        for case in [*even, strided(tensor, mesh)]:
             offset, shape = local_region(case)
             local = case.to_local()
             assert shape == tuple(local.shape), (rows, case.placements)
