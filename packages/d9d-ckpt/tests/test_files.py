@@ -4,7 +4,7 @@ import zlib
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -17,6 +17,7 @@ def write(path, tensors):
         return {name: writer.write(name, tensor) for name, tensor in reversed(tensors.items())}
 
 
+@settings(deadline=None, max_examples=50)
 @given(
     st.dictionaries(
         st.text(min_size=1).filter(lambda s: s != "__metadata__"),

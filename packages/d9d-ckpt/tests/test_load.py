@@ -8,6 +8,7 @@ from safetensors.torch import save_file
 
 from d9d.ckpt import (
     Concatenate,
+    Group,
     Identity,
     Parallel,
     PlanError,
@@ -80,7 +81,7 @@ def test_groups_are_read_in_natural_order():
 def test_nothing_is_written_when_anything_is_wrong():
     source = CountingSource({"a": torch.ones(2), "b": torch.ones(2)})
     state = {"a": torch.zeros(2), "b": torch.zeros(3)}
-    with pytest.raises(PlanError, match=r"made as \[2\] float32, but the model has \[3\] float32: 'b'"):
+    with pytest.raises(PlanError, match=r"made as \[2\] float32, but the target has \[3\] float32: 'b'"):
         load(source, Identity(), state)
     with pytest.raises(PlanError, match=r"'b' is \[3\] float32, but in the target \[2\] float32"):
         load(source, Identity(), state, target=dict(source))
@@ -92,8 +93,6 @@ class Sorted:
     """A leaf from outside: sorts, which does not commute with slicing."""
 
     def bind(self, names):
-        from d9d.ckpt import Group
-
         return [Group(["x"], ["y"], self)]
 
     def infer(self, specs):

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.ckpt import (
@@ -68,22 +68,30 @@ def test_names_that_do_not_meet_are_all_listed():  # case 28
     mapper = Parallel(MAPPER, Rename("bias", "head.wieght.bias"))
     found = problems({**SOURCE, "biass": f32(2)}, mapper, {**TARGET, "head.weight.bias": f32(2)})
     assert found == (
-        "not in the checkpoint: 'bias' (nearest: 'biass'), for 'head.wieght.bias'",
-        "in the checkpoint, but neither used nor waived: 'biass'",
-        "made, but not in the model: 'head.wieght.bias' (nearest: 'head.weight.bias')",
-        "in the model, but not made: 'head.weight.bias' (nearest: 'head.wieght.bias')",
+        "needed, but not in the source: 'bias' (nearest: 'biass')",
+        "in the source, but neither used nor waived: 'biass'",
+        "made, but not in the target: 'head.wieght.bias' (nearest: 'head.weight.bias')",
+        "in the target, but not made: 'head.weight.bias' (nearest: 'head.wieght.bias')",
     )
+
+
+def test_a_wrong_prefix_on_many_names_is_told_in_time():
+    names = [f"layers.{i}.weight" for i in range(2000)]
+    mapper = Rename("layers.{i}.weight", "model.layers.{i}.weight")
+    found = problems(dict.fromkeys(names, f32(1)), mapper, dict.fromkeys(names, f32(1)))
+    assert len(found) == 4000
+    assert found[0] == "made, but not in the target: 'model.layers.0.weight' (nearest: 'layers.0.weight')"
 
 
 def test_missing_expert_is_named():
     assert problems(without(SOURCE, "layers.3.experts.11.up")) == (
-        "not in the checkpoint: 'layers.3.experts.11.up', for 'layers.3.up'",
+        "needed, but not in the source: 'layers.3.experts.11.up'",
     )
 
 
 def test_surplus_expert_is_named_unless_waived():
     more = {**SOURCE, "layers.3.experts.12.up": f32(3, 4)}
-    assert problems(more) == ("in the checkpoint, but neither used nor waived: 'layers.3.experts.12.up'",)
+    assert problems(more) == ("in the source, but neither used nor waived: 'layers.3.experts.12.up'",)
     assert plan(more, MAPPER, TARGET, waive=["layers.{i}.experts.12.up"]) == plan(SOURCE, MAPPER, TARGET)
 
 
@@ -101,8 +109,8 @@ def test_shapes_and_dtypes():
     }
     assert problems(wrong) == (
         "cannot stack 'layers.2.experts.7.up', which is [3, 5] float32, on tensors that are [3, 4] float32",
-        "made as [8, 4] bfloat16, but the model has [8, 4] float32: 'embed.weight'",
-        "made as [9, 4] float32, but the model has [8, 4] float32: 'head.weight'",
+        "made as [8, 4] bfloat16, but the target has [8, 4] float32: 'embed.weight'",
+        "made as [9, 4] float32, but the target has [8, 4] float32: 'head.weight'",
     )
 
 
@@ -126,14 +134,13 @@ def test_what_cannot_be_mapped_is_a_problem(mapper, shapes, message):
 def test_select_restricts_what_is_read_but_not_what_is_proven():  # case 36
     planned = plan(SOURCE, MAPPER, TARGET, select=["layers.4.up"])
     assert [group.outputs for group in planned.groups] == [("layers.4.up",)]
-    assert problems(without(SOURCE, "head"), select=["layers.4.up"]) == (
-        "not in the checkpoint: 'head', for 'head.weight'",
-    )
+    assert problems(without(SOURCE, "head"), select=["layers.4.up"]) == ("needed, but not in the source: 'head'",)
     assert problems(select=["layers.4.upp"]) == (
-        "selected, but not in the model: 'layers.4.upp' (nearest: 'layers.4.up')",
+        "selected, but not in the target: 'layers.4.upp' (nearest: 'layers.4.up')",
     )
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.sampled_from(sorted(SOURCE)), st.sampled_from(["hole", "typo", "shape", "dtype"]))
 def test_every_planted_fault_is_found(name, fault):
     source = without(SOURCE, name)

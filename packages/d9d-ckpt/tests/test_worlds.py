@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from d9d.mesh.testing import run_world
 from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -26,7 +25,9 @@ from d9d.ckpt import (
     load,
     open_checkpoint,
 )
+from d9d.ckpt._files import TensorFileWriter
 from d9d.ckpt._local import local_region
+from d9d.mesh.testing import run_world
 
 EXPERTS, INNER, HIDDEN, VOCABULARY = 6, 4, 6, 11
 MAPPER = Parallel(
@@ -60,15 +61,17 @@ def full_state() -> dict[str, torch.Tensor]:
     return dict(MAPPER.apply(hugging_face_tensors()))
 
 
+STRIDED = (_StridedShard(0, split_factor=2), Shard(0))
 PLACEMENTS = [
     (Replicate(), Replicate()),
     (Shard(0), Replicate()),
     (Replicate(), Shard(0)),
     (Shard(0), Shard(0)),
     (Shard(1), Shard(0)),
-    (_StridedShard(0, split_factor=2), Shard(0)),
+    STRIDED,
     (Replicate(), Shard(1)),
 ]
+TURNS = range(0, len(PLACEMENTS), 2)
 
 
 def sharded(state, mesh: DeviceMesh, turn: int):
@@ -79,11 +82,7 @@ def sharded(state, mesh: DeviceMesh, turn: int):
             result[name] = tensor.clone()
             continue
         placements = PLACEMENTS[(turn + index) % len(PLACEMENTS)] if tensor.ndim > 1 else (Replicate(), Shard(0))
-        if any(isinstance(placement, _StridedShard) for placement in placements):
-            placements = strided(tensor, mesh)
-            result[name] = placements
-        else:
-            result[name] = distribute_tensor(tensor, mesh, placements)
+        result[name] = strided(tensor, mesh) if placements == STRIDED else distribute_tensor(tensor, mesh, placements)
     return result
 
 
@@ -116,12 +115,8 @@ def check_regions() -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     for rows in range(10):
         tensor = torch.arange(rows * 3).reshape(rows, 3)
-        cases = [
-            distribute_tensor(tensor, mesh, placements)
-            for placements in PLACEMENTS
-            if placements[0] != _StridedShard(0, split_factor=2)
-        ]
-        for case in [*cases, strided(tensor, mesh)]:
+        even = [distribute_tensor(tensor, mesh, placements) for placements in PLACEMENTS if placements != STRIDED]
+        for case in [*even, strided(tensor, mesh)]:
             offset, shape = local_region(case)
             local = case.to_local()
             assert shape == tuple(local.shape), (rows, case.placements)
@@ -148,7 +143,7 @@ def test_local_regions_of_even_uneven_empty_and_strided_shards():
 def check_round_trip(root: Path) -> None:
     mesh = init_device_mesh("cpu", (2, 2))
     source = open_checkpoint(root / "source")
-    for turn in range(len(PLACEMENTS)):
+    for turn in TURNS:
         expected = sharded(full_state(), mesh, turn)
         state = blank(expected)
         load(source, MAPPER, state)
@@ -163,7 +158,7 @@ def test_round_trip_through_any_sharding_is_byte_identical(tmp_path):
     export(full_state(), MAPPER.inverse(), tmp_path / "single", max_shard_bytes=300, extra_files={"config.json": "{}"})
     files = {path.name: path.read_bytes() for path in (tmp_path / "single").iterdir()}
     assert len(files) > 6
-    for turn in range(len(PLACEMENTS)):
+    for turn in TURNS:
         assert {path.name: path.read_bytes() for path in (tmp_path / f"out{turn}").iterdir()} == files
     found = {}
     for path in (tmp_path / "out0").glob("*.safetensors"):
@@ -183,15 +178,13 @@ def failing_rank(root: Path, what: str) -> str:
     state = {"w": torch.ones(4)}
     if dist.get_rank() == 2:
         state["w"] = torch.ones(4) if what == "write" else torch.ones(5)
-    import d9d.ckpt._files as files
-
-    original = files.TensorFileWriter.write
+    original = TensorFileWriter.write
     if what == "write" and dist.get_rank() == 0:
 
         def full(self, name, tensor):
             raise OSError(28, "No space left on device")
 
-        files.TensorFileWriter.write = full
+        TensorFileWriter.write = full
     errors = []
     try:
         for operation in (
@@ -203,7 +196,7 @@ def failing_rank(root: Path, what: str) -> str:
             except (OSError, ValueError, PeerError) as error:
                 errors.append(f"{type(error).__name__}: {error}")
     finally:
-        files.TensorFileWriter.write = original
+        TensorFileWriter.write = original
     dist.barrier()
     return "\n".join([*errors, *sorted(path.name for path in root.rglob("*"))])
 
@@ -241,7 +234,7 @@ def load_sharded(root: Path, shape: tuple[int, ...], turn: int):
 
 def reshard(root: Path) -> list:
     own = []
-    for turn in range(len(PLACEMENTS)):
+    for turn in TURNS:
         save_sharded(root, (2, 2), turn)
         own.append(load_sharded(root, (4, 1), turn + 3))
         own.append(load_sharded(root, (1, 4), turn + 1))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
@@ -30,9 +30,9 @@ def all_gather(value: T, group: ProcessGroup | None) -> list[T]:
     """Every rank's value, in order of ranks."""
     if size_of(group) == 1:
         return [value]
-    gathered: list[T | None] = [None] * size_of(group)
+    gathered: list[Any] = [None] * size_of(group)
     dist.all_gather_object(gathered, value, group)
-    return gathered  # type: ignore[return-value]  # all filled in
+    return gathered
 
 
 def agree(failure: Exception | None, group: ProcessGroup | None) -> None:
@@ -46,7 +46,7 @@ def agree(failure: Exception | None, group: ProcessGroup | None) -> None:
 
 
 @contextmanager
-def together(group: ProcessGroup | None) -> Iterator[None]:
+def together(group: ProcessGroup | None) -> Generator[None]:
     """Runs a block without collectives on all ranks: if it raises on one, it raises on all."""
     failure: Exception | None = None
     try:

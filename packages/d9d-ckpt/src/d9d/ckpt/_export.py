@@ -11,15 +11,15 @@ from pathlib import Path
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from d9d.ckpt._collective import agree, rank_of, size_of, together
+from d9d.ckpt._exchange import collect
 from d9d.ckpt._files import TensorFileWriter, write_text
 from d9d.ckpt._layout import Layout, gather_layout
-from d9d.ckpt._local import local_part
 from d9d.ckpt._mapper import Group, Mapper
+from d9d.ckpt._names import natural_key
 from d9d.ckpt._plan import PlanError, trace
 from d9d.ckpt._publish import published
 from d9d.ckpt._spec import Region, TensorSpec
@@ -76,8 +76,8 @@ def export(
         PeerError: Another rank failed.
     """
     layout = gather_layout(state, group)
-    outputs = _outputs(layout, mapper)
-    shards = _shards(outputs, layout, max_shard_bytes, size_of(group))
+    with together(group):
+        shards = _shards(_outputs(layout, mapper), layout, max_shard_bytes, size_of(group))
     with published(Path(directory), group) as partial:
         _write_shards(shards, layout, state, partial, group)
         with together(group):
@@ -101,7 +101,7 @@ def _outputs(layout: Layout, mapper: Mapper) -> list[_Output]:
             assert spec is not None, "only problems hide specs"
             needs = group.needs(Region.whole(name, spec), layout.specs) if spec.numel else []
             outputs.append(_Output(name, spec, group, needs))
-    return outputs
+    return sorted(outputs, key=lambda output: natural_key(output.name))
 
 
 def _shards(outputs: Iterable[_Output], layout: Layout, max_bytes: int, ranks: int) -> list[_Shard]:
@@ -147,7 +147,7 @@ def _write_shards(
         failure: Exception | None = None
         turns = itertools.zip_longest(*([(shard, output) for output in shard.outputs] for shard in shards))
         for shard, output in filter(None, itertools.chain.from_iterable(turns)):
-            inputs = _collect(output.needs, layout, state, shard.owner, group)
+            inputs = collect(output.needs, layout, state, shard.owner, group)
             if shard.owner != rank or failure is not None:
                 continue
             try:
@@ -163,53 +163,6 @@ def _make(output: _Output, inputs: Mapping[str, Tensor]) -> Tensor:
     if not output.spec.numel:
         return torch.empty(output.spec.shape, dtype=output.spec.dtype)
     return output.group.make(Region.whole(output.name, output.spec), inputs)
-
-
-def _collect(
-    needs: Sequence[Region], layout: Layout, state: Mapping[str, Tensor], owner: int, group: ProcessGroup | None
-) -> dict[str, Tensor]:
-    """The regions, on the owner's CPU, assembled from pieces of all ranks; nothing on the other ranks."""
-    rank = rank_of(group)
-    collected: dict[str, Tensor] = {}
-    for region in needs:
-        dtype = layout.specs[region.name].dtype
-        for piece in layout.pieces[region.name]:
-            part = piece.region.intersect(region)
-            if part is None:
-                continue
-            sender = owner if owner in piece.holders else piece.holders[owner % len(piece.holders)]
-            values = None
-            if rank == sender:
-                local, held = local_part(region.name, state[region.name])
-                values = local[part.within(held)]
-                if sender != owner:
-                    _send(values, owner, group)
-            elif rank == owner:
-                values = _receive(part.shape, dtype, sender, group)
-            if rank != owner or values is None:
-                continue
-            if part == region:
-                collected[region.name] = values.cpu()
-            else:
-                whole = collected.setdefault(region.name, torch.empty(region.shape, dtype=dtype))
-                whole[part.within(region)] = values
-    return collected
-
-
-def _send(values: Tensor, receiver: int, group: ProcessGroup | None) -> None:
-    # as bytes: backends know few dtypes
-    wire = values.to(_wire_device(group)).contiguous().reshape(-1).view(torch.uint8)
-    dist.send(wire, group=group, group_dst=receiver)
-
-
-def _receive(shape: Sequence[int], dtype: torch.dtype, sender: int, group: ProcessGroup | None) -> Tensor:
-    values = torch.empty(shape, dtype=dtype, device=_wire_device(group))
-    dist.recv(values.reshape(-1).view(torch.uint8), group=group, group_src=sender)
-    return values
-
-
-def _wire_device(group: ProcessGroup | None) -> torch.device:
-    return torch.device("cuda" if "cuda:nccl" in dist.get_backend_config(group) else "cpu")
 
 
 def _index(shards: Sequence[_Shard]) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import re
 import shutil
@@ -20,6 +21,7 @@ from d9d.ckpt._json import JSON
 from d9d.ckpt._manifest import Manifest
 from d9d.ckpt._publish import PARTIAL
 
+UNFINISHED = f".step-*{PARTIAL}"
 log = logging.getLogger("d9d.ckpt")
 
 
@@ -81,6 +83,8 @@ class JobCheckpoints:
             ValueError: The ranks' tensors do not fit together.
             PeerError: Another rank failed.
         """
+        if step < 0:
+            raise ValueError(f"step must not be negative, got {step!r}")
         with together(self._group):
             attempts = [saved.attempt for saved in self._scan() if saved.step == step]
         attempt = max(all_gather(max(attempts, default=0), self._group)) + 1
@@ -93,8 +97,8 @@ class JobCheckpoints:
     def latest(self) -> JobCheckpoint | None:
         """The last complete checkpoint, None if there is none. Collective.
 
-        Broken ones are skipped with a warning. Complete means: the manifest can be read, and all files are there with
-        their sizes; checksums are compared when data is loaded.
+        Broken and unfinished ones are skipped with a warning. Complete means: the manifest can be read, and all files
+        are there with their sizes; checksums are compared when data is loaded.
 
         Raises:
             UnknownFormatError: The last one was written by a version that this one does not know.
@@ -102,7 +106,9 @@ class JobCheckpoints:
         names: list[str] = []
         with together(self._group):
             if rank_of(self._group) == 0:
-                names = [saved.name for saved in self._complete(warn=True)][:1]
+                for path in self._root.glob(UNFINISHED):
+                    log.warning("skipping the unfinished checkpoint %s", path)
+                names = [saved.name for saved in itertools.islice(self._complete(warn=True), 1)]
         chosen = all_gather(names, self._group)[0]
         if not chosen:
             return None
@@ -136,5 +142,5 @@ class JobCheckpoints:
             if saved.step <= step and saved not in kept:
                 # a name of its own first: a kill halfway leaves no broken checkpoint
                 (self._root / saved.name).rename(self._root / f".{saved.name}{PARTIAL}")
-        for path in self._root.glob(f".step-*{PARTIAL}"):
+        for path in self._root.glob(UNFINISHED):
             shutil.rmtree(path)

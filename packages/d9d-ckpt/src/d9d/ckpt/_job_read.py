@@ -15,7 +15,7 @@ from d9d.ckpt._files import TensorFile, raw_bytes
 from d9d.ckpt._json import JSON
 from d9d.ckpt._local import local_part
 from d9d.ckpt._manifest import Manifest, Stored
-from d9d.ckpt._names import natural_key, nearest
+from d9d.ckpt._names import quote_with_nearest
 from d9d.ckpt._source import Source
 from d9d.ckpt._spec import Region, TensorSpec
 
@@ -127,19 +127,15 @@ class JobCheckpoint:
         Raises:
             ValueError: A chunk is damaged.
         """
-        if len(self._manifest.rank_values) != size_of(self._group):
+        if len(self._manifest.ranks) != size_of(self._group):
             return None
-        rank = rank_of(self._group)
-        tensors = self._manifest.rank_tensors[rank].items()
-        return {
-            **{name: self._source.chunk(stored).clone() for name, stored in tensors},
-            **self._manifest.rank_values[rank],
-        }
+        own = self._manifest.ranks[rank_of(self._group)]
+        return {**{name: self._source.chunk(stored).clone() for name, stored in own.tensors.items()}, **own.values}
 
     def _check(self, tensors: Mapping[str, Tensor], asked: set[str]) -> None:
         missing, extra = asked - self._source.keys(), self._source.keys() - asked
-        problems = [f"asked for, but not saved: {n!r}{nearest(n, extra)}" for n in sorted(missing, key=natural_key)]
-        problems += [f"saved, but not asked for: {n!r}{nearest(n, missing)}" for n in sorted(extra, key=natural_key)]
+        problems = [f"asked for, but not saved: {name}" for name in quote_with_nearest(missing, extra)]
+        problems += [f"saved, but not asked for: {name}" for name in quote_with_nearest(extra, missing)]
         problems += [
             f"saved as {self._source[name]}, asked for as {TensorSpec.of(tensor)}: {name!r}"
             for name, tensor in tensors.items()

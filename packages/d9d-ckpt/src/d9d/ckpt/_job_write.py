@@ -15,7 +15,7 @@ from d9d.ckpt._files import TensorFileWriter, write_text
 from d9d.ckpt._json import JSON, check_json
 from d9d.ckpt._layout import Layout, gather_layout
 from d9d.ckpt._local import is_dtensor, local_part
-from d9d.ckpt._manifest import MANIFEST, Manifest, Stored
+from d9d.ckpt._manifest import MANIFEST, Manifest, RankPart, Stored
 from d9d.ckpt._publish import published
 from d9d.ckpt._spec import Region, TensorSpec
 
@@ -44,39 +44,37 @@ def write_job_checkpoint(
     file = f"rank-{rank_of(group):05d}.safetensors"
     with published(directory, group) as partial:
         with together(group):
-            payload = {f"shared/{region.name}": local_part(region.name, tensors[region.name])[0] for region in mine}
-            payload |= {f"own/{name}": tensor.detach() for name, tensor in own_tensors.items()}
+            payload = {_shared(region.name): local_part(region.name, tensors[region.name])[0] for region in mine}
+            payload |= {_own(name): tensor.detach() for name, tensor in own_tensors.items()}
             specs = {key: TensorSpec.of(tensor) for key, tensor in payload.items()}
             with TensorFileWriter(partial / file, specs) as writer:
                 checksums = {key: writer.write(key, tensor) for key, tensor in payload.items()}
-        ranks = all_gather(
-            (
-                (file, writer.nbytes),
-                [Stored(region, file, key := f"shared/{region.name}", checksums[key]) for region in mine],
-                {
-                    name: Stored(Region.whole(name, specs[key := f"own/{name}"]), file, key, checksums[key])
-                    for name in own_tensors
-                },
-                own_values,
-            ),
-            group,
+        share = [Stored(region, file, key := _shared(region.name), checksums[key]) for region in mine]
+        part = RankPart(
+            file=file,
+            nbytes=writer.nbytes,
+            tensors={
+                name: Stored(Region.whole(name, specs[key := _own(name)]), file, key, checksums[key])
+                for name in own_tensors
+            },
+            values=own_values,
         )
-        files, stored, rank_tensors, rank_values = zip(*ranks)
+        shares, parts = zip(*all_gather((share, part), group))
         with together(group):
             if rank_of(group) == 0:
-                chunks: dict[str, list[Stored]] = {name: [] for name in layout.specs}
-                for chunk in itertools.chain.from_iterable(stored):
-                    chunks[chunk.region.name].append(chunk)
-                manifest = Manifest(
-                    step=step,
-                    shared=shared,
-                    files=dict(files),
-                    specs=layout.specs,
-                    stored=chunks,
-                    rank_tensors=rank_tensors,
-                    rank_values=rank_values,
-                )
+                stored: dict[str, list[Stored]] = {name: [] for name in layout.specs}
+                for chunk in itertools.chain.from_iterable(shares):
+                    stored[chunk.region.name].append(chunk)
+                manifest = Manifest(step=step, shared=shared, specs=layout.specs, stored=stored, ranks=parts)
                 write_text(partial / MANIFEST, manifest.dumps())
+
+
+def _shared(name: str) -> str:
+    return f"shared/{name}"
+
+
+def _own(name: str) -> str:
+    return f"own/{name}"
 
 
 def _assign(layout: Layout, ranks: int) -> list[list[Region]]:

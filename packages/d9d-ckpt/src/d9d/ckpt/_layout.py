@@ -29,6 +29,8 @@ class Layout:
     specs: Mapping[str, TensorSpec]
     pieces: Mapping[str, tuple[Piece, ...]]
     """Disjoint pieces that cover each tensor."""
+    device_type: str
+    """Type of the device of all tensors; "cpu" where they differ."""
 
 
 def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> Layout:
@@ -38,12 +40,17 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
         ValueError: Ranks disagree on a tensor, or hold only a part of it together.
     """
     with together(group):
-        mine = {name: (TensorSpec.of(tensor), local_part(name, tensor)[1]) for name, tensor in state.items()}
+        mine = {
+            name: (TensorSpec.of(tensor), local_part(name, tensor)[1], tensor.device.type)
+            for name, tensor in state.items()
+        }
     specs: dict[str, TensorSpec] = {}
     holders: dict[str, dict[Region, list[int]]] = {}
+    device_types: set[str] = set()
     problems: list[str] = []
     for rank, held in enumerate(all_gather(mine, group)):
-        for name, (spec, region) in held.items():
+        for name, (spec, region, device_type) in held.items():
+            device_types.add(device_type)
             if specs.setdefault(name, spec) != spec:
                 problems.append(f"{name!r} is {spec} on rank {rank}, {specs[name]} on a lower one")
             copies = holders.setdefault(name, {})
@@ -59,4 +66,5 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
     return Layout(
         {name: specs[name] for name in names},
         {name: tuple(Piece(region, tuple(ranks)) for region, ranks in holders[name].items()) for name in names},
+        device_types.pop() if len(device_types) == 1 else "cpu",
     )

@@ -28,20 +28,29 @@ class Stored:
 
 
 @attrs.frozen(kw_only=True)
+class RankPart:
+    """What one rank wrote."""
+
+    file: str
+    """Holds its tensors, its own and its share of those of all ranks."""
+    nbytes: int
+    """Size of the file."""
+    tensors: Mapping[str, Stored]
+    """Its own tensors."""
+    values: Mapping[str, JSON]
+    """Its own other state."""
+
+
+@attrs.frozen(kw_only=True)
 class Manifest:
     """All that is known of a checkpoint without its tensors."""
 
     step: int
     shared: Mapping[str, JSON]
-    files: Mapping[str, int]
-    """Size of each file in bytes."""
     specs: Mapping[str, TensorSpec]
     stored: Mapping[str, Sequence[Stored]]
     """Disjoint regions that cover each tensor of `specs`."""
-    rank_tensors: Sequence[Mapping[str, Stored]]
-    """Each rank's own tensors."""
-    rank_values: Sequence[Mapping[str, JSON]]
-    """Each rank's other state."""
+    ranks: Sequence[RankPart]
 
     def dumps(self) -> str:
         """The manifest as JSON."""
@@ -49,7 +58,6 @@ class Manifest:
             **FORMAT,
             "step": self.step,
             "shared": self.shared,
-            "files": self.files,
             "tensors": {
                 name: {
                     "dtype": DTYPE_NAMES[spec.dtype],
@@ -59,8 +67,13 @@ class Manifest:
                 for name, spec in self.specs.items()
             },
             "ranks": [
-                {"tensors": {name: _stored_to_json(stored) for name, stored in tensors.items()}, "values": values}
-                for tensors, values in zip(self.rank_tensors, self.rank_values)
+                {
+                    "file": rank.file,
+                    "bytes": rank.nbytes,
+                    "tensors": {name: _stored_to_json(stored) for name, stored in rank.tensors.items()},
+                    "values": rank.values,
+                }
+                for rank in self.ranks
             ],
         }
         return json.dumps(document, indent=1)
@@ -78,10 +91,10 @@ class Manifest:
             manifest = cls._parse(document)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the manifest is damaged: {error!r}") from error
-        for file, size in manifest.files.items():
-            found = (directory / file).stat().st_size
-            if found != size:
-                raise ValueError(f"{file!r} should have {size} bytes, has {found}")
+        for rank in manifest.ranks:
+            found = (directory / rank.file).stat().st_size
+            if found != rank.nbytes:
+                raise ValueError(f"{rank.file!r} should have {rank.nbytes} bytes, has {found}")
         return manifest
 
     @classmethod
@@ -92,7 +105,6 @@ class Manifest:
         return cls(
             step=document["step"],
             shared=document["shared"],
-            files=document["files"],
             specs={
                 name: TensorSpec(entry["shape"], DTYPES[entry["dtype"]]) for name, entry in document["tensors"].items()
             },
@@ -100,11 +112,15 @@ class Manifest:
                 name: [_stored_from_json(name, chunk) for chunk in entry["chunks"]]
                 for name, entry in document["tensors"].items()
             },
-            rank_tensors=[
-                {name: _stored_from_json(name, chunk) for name, chunk in rank["tensors"].items()}
+            ranks=[
+                RankPart(
+                    file=rank["file"],
+                    nbytes=rank["bytes"],
+                    tensors={name: _stored_from_json(name, chunk) for name, chunk in rank["tensors"].items()},
+                    values=rank["values"],
+                )
                 for rank in document["ranks"]
             ],
-            rank_values=[rank["values"] for rank in document["ranks"]],
         )
 
 

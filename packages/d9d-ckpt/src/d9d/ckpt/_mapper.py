@@ -8,6 +8,7 @@ from typing import Protocol
 import attrs
 from torch import Tensor
 
+from d9d.ckpt._names import natural_key
 from d9d.ckpt._spec import Region, TensorSpec
 
 
@@ -89,3 +90,8 @@ class Group:
         if made.shape != want.shape:
             raise ValueError(f"{self.mapper!r} made {list(made.shape)} of {want}")
         return made
+
+
+def by_name(groups: Iterable[Group]) -> list[Group]:
+    """The groups in natural order of their first output, or input where they have none."""
+    return sorted(groups, key=lambda group: natural_key((*group.outputs, *group.inputs)[0]))

@@ -15,10 +15,18 @@ def natural_key(name: str) -> tuple[list[tuple[str, int]], str]:
     return [(text, int(digits or -1)) for text, digits in re.findall(r"([^0-9]*)([0-9]*)", name)], name
 
 
-def nearest(name: str, candidates: Collection[str]) -> str:
-    """A remark that names the candidate most like `name`, or nothing."""
-    found = difflib.get_close_matches(name, candidates, n=1)
-    return f" (nearest: {found[0]!r})" if found else ""
+def quote_with_nearest(names: Iterable[str], candidates: Collection[str]) -> list[str]:
+    """The names, quoted, in natural order, each with a remark that says which candidate is most like it, if any is.
+
+    Looks for the first names only where there are many of both: a wrong prefix on all names would take hours.
+    """
+    comparisons = 20_000
+    quoted = []
+    for name in sorted(names, key=natural_key):
+        comparisons -= len(candidates)
+        found = difflib.get_close_matches(name, candidates, n=1) if comparisons > 0 else []
+        quoted.append(f"{name!r} (nearest: {found[0]!r})" if found else repr(name))
+    return quoted
 
 
 @attrs.frozen(repr=False)
@@ -79,18 +87,18 @@ def require_same_fields(*patterns: Pattern) -> None:
         raise ValueError(f"all names must have the same fields, not so in {', '.join(map(repr, patterns))}")
 
 
-def matches(patterns: Iterable[Pattern], names: Collection[str], *, beside: str | None = None) -> list[dict[str, str]]:
+def matches(patterns: Iterable[Pattern], names: Collection[str], *, without: str | None = None) -> list[dict[str, str]]:
     """Every assignment of fields by which a pattern is one of `names`, in natural order.
 
-    The field `beside` is left out of the assignments. Patterns without any other field give the one empty assignment,
+    The field `without` is left out of the assignments. Patterns without any other field give the one empty assignment,
     whether the name exists or not.
     """
     found: dict[tuple[tuple[str, str], ...], None] = {}
     for pattern in patterns:
-        if pattern.fields <= {beside}:
+        if pattern.fields <= {without}:
             return [{}]
         for name in names:
             values = pattern.match(name)
             if values is not None:
-                found[tuple(sorted((field, value) for field, value in values.items() if field != beside))] = None
+                found[tuple(sorted((field, value) for field, value in values.items() if field != without))] = None
     return [dict(items) for items in sorted(found, key=lambda items: [natural_key(value) for _, value in items])]

@@ -6,13 +6,13 @@ from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 
-from d9d.ckpt._mapper import Group, Mapper
-from d9d.ckpt._names import Pattern, natural_key, nearest
+from d9d.ckpt._mapper import Group, Mapper, by_name
+from d9d.ckpt._names import Pattern, natural_key, quote_with_nearest
 from d9d.ckpt._spec import TensorSpec
 
 
 class PlanError(ValueError):
-    """A mapper does not lead from a checkpoint to a model. `problems` has one line for each thing wrong."""
+    """A mapper does not lead from the source to the target. `problems` has one line for each thing wrong."""
 
     def __init__(self, problems: Iterable[str]) -> None:
         self.problems = tuple(problems)
@@ -44,9 +44,9 @@ def plan(
     """Proves that `mapper` makes every tensor of `target` once, of the right shape and dtype, and uses all of `source`.
 
     Args:
-        source: What the checkpoint holds, such as an opened checkpoint. Nothing is read.
-        mapper: From names of the checkpoint to names of the model.
-        target: The whole model, also where only a part of it is loaded.
+        source: What there is, such as an opened checkpoint. Nothing is read.
+        mapper: From names of the source to names of the target.
+        target: What there shall be: the whole model, also where only a part of it is loaded.
         select: Names of the target to make; by default all. Restricts the plan, not the proof.
         waive: Names or patterns of source tensors that may stay unused.
 
@@ -55,22 +55,16 @@ def plan(
     """
     groups, outputs, problems = trace(source, mapper, waive=waive)
     unmade, unknown = target.keys() - outputs.keys(), outputs.keys() - target.keys()
+    problems += [f"made, but not in the target: {name}" for name in quote_with_nearest(unknown, unmade)]
+    problems += [f"in the target, but not made: {name}" for name in quote_with_nearest(unmade, unknown)]
     problems += [
-        f"made, but not in the model: {name!r}{nearest(name, unmade)}" for name in sorted(unknown, key=natural_key)
-    ]
-    problems += [
-        f"in the model, but not made: {name!r}{nearest(name, unknown)}" for name in sorted(unmade, key=natural_key)
-    ]
-    problems += [
-        f"made as {spec}, but the model has {target[name]}: {name!r}"
+        f"made as {spec}, but the target has {target[name]}: {name!r}"
         for name, spec in outputs.items()
         if spec is not None and name in target and target[name] != spec
     ]
     selected = target.keys() if select is None else set(select)
-    problems += [
-        f"selected, but not in the model: {name!r}{nearest(name, target.keys())}"
-        for name in sorted(selected - target.keys(), key=natural_key)
-    ]
+    unselectable = quote_with_nearest(selected - target.keys(), target.keys())
+    problems += [f"selected, but not in the target: {name}" for name in unselectable]
     if problems:
         raise PlanError(problems)
     chosen = tuple(group for group in groups if not selected.isdisjoint(group.outputs))
@@ -87,29 +81,27 @@ def trace(
         it; the problems.
     """
     try:
-        groups = sorted(mapper.bind(source), key=lambda group: natural_key(group.outputs[0]))
+        groups = by_name(mapper.bind(source))
     except ValueError as error:
         return [], {}, [str(error)]
     problems: list[str] = []
-    unused = source.keys() - {name for group in groups for name in group.inputs}
-    waived = [Pattern(text) for text in waive]
     outputs: dict[str, TensorSpec | None] = {}
     for group in groups:
         problems += [
             f"made twice: {name!r}, the second time by {group.mapper!r}" for name in group.outputs if name in outputs
         ]
-        missing = [name for name in group.inputs if name not in source]
-        problems += [
-            f"not in the checkpoint: {name!r}{nearest(name, unused)}, for {group.outputs[0]!r}" for name in missing
-        ]
         outputs |= dict.fromkeys(group.outputs)
-        if not missing:
+        if source.keys() >= set(group.inputs):
             try:
                 outputs |= group.mapper.infer({name: source[name] for name in group.inputs})
             except ValueError as error:
                 problems.append(str(error))
+    used = {name for group in groups for name in group.inputs}
+    unused = source.keys() - used
+    waived = [Pattern(text) for text in waive]
+    problems += [f"needed, but not in the source: {name}" for name in quote_with_nearest(used - source.keys(), unused)]
     problems += [
-        f"in the checkpoint, but neither used nor waived: {name!r}"
+        f"in the source, but neither used nor waived: {name!r}"
         for name in sorted(unused, key=natural_key)
         if all(pattern.match(name) is None for pattern in waived)
     ]

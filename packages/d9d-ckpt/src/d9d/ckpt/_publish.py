@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,7 +18,7 @@ PARTIAL = ".partial"
 
 
 @contextmanager
-def published(directory: Path, group: ProcessGroup | None) -> Iterator[Path]:
+def published(directory: Path, group: ProcessGroup | None) -> Generator[Path]:
     """A hidden sibling to write into, which takes the name `directory` when the block ends. Collective.
 
     All ranks must see one file system. The block must make its files durable, and must raise on all ranks or none.

@@ -41,7 +41,7 @@ def _steps(steps: Iterable[Step]) -> tuple[Step, ...]:
     return tuple(map(tuple, steps))
 
 
-@attrs.frozen
+@attrs.frozen(repr=False)
 class Chain:
     """Bound groups in steps; each step takes from what is there and adds what it makes."""
 
@@ -68,11 +68,12 @@ class Chain:
         return specs
 
     def pull(self, want: Region) -> Sequence[Region] | None:
-        needed: dict[str, Region] = {}
-        for region in self._pull(want, len(self.steps)) or ():
-            if needed.setdefault(region.name, region) != region:
-                return None  # two regions of one input
-        return list(needed.values()) or None
+        regions = self._pull(want, len(self.steps))
+        if regions is None:
+            return None
+        distinct = dict.fromkeys(regions)
+        names = {region.name for region in distinct}
+        return list(distinct) if len(distinct) == len(names) else None
 
     def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
         if want is not None:
@@ -86,6 +87,10 @@ class Chain:
             [undone for group in step for undone in group.mapper.inverse().bind(group.outputs)]
             for step in reversed(self.steps)
         )
+
+    def __repr__(self) -> str:
+        group = self.group
+        return f"Chain({len(group.inputs)} inputs from {group.inputs[0]!r} to {', '.join(map(repr, group.outputs))})"
 
     @functools.cached_property
     def _makers(self) -> tuple[Mapping[str, Mapper], ...]:
@@ -121,3 +126,32 @@ class Chain:
 def _advance(there: Mapping[str, T], step: Step, made: Mapping[str, T]) -> dict[str, T]:
     taken = {name for group in step for name in group.inputs}
     return {**{name: value for name, value in there.items() if name not in taken}, **made}
+
+
+def connected(steps: Sequence[Step]) -> list[Chain]:
+    """Splits steps into the smallest chains that do not depend on each other."""
+    nodes: list[tuple[int, Group]] = []
+    parent: list[int] = []  # following it from any node of a chain ends in the same one
+    maker: Mapping[str, int] = {}  # the node that made a name that is there
+
+    def root(node: int) -> int:
+        while parent[node] != node:
+            node = parent[node]
+        return node
+
+    for number, step in enumerate(steps):
+        made: dict[str, int] = {}
+        for group in step:
+            node = len(nodes)
+            nodes.append((number, group))
+            parent.append(node)
+            for name in group.inputs:
+                if name in maker:
+                    parent[root(maker[name])] = node
+            made |= dict.fromkeys(group.outputs, node)
+        maker = _advance(maker, step, made)
+
+    chains: dict[int, dict[int, list[Group]]] = {}
+    for node, (number, group) in enumerate(nodes):
+        chains.setdefault(root(node), {}).setdefault(number, []).append(group)
+    return [Chain(chain.values()) for chain in chains.values()]

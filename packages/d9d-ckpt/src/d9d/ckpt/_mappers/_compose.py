@@ -9,16 +9,12 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from d9d.ckpt._mapper import Group, Mapper
-from d9d.ckpt._mappers._chain import Chain, apply_step, infer_step
+from d9d.ckpt._mapper import Group, Mapper, by_name
+from d9d.ckpt._mappers._chain import apply_step, connected, infer_step
 from d9d.ckpt._names import natural_key
 from d9d.ckpt._spec import Region, TensorSpec
 
 T = TypeVar("T")
-
-
-def _by_name(groups: Sequence[Group]) -> list[Group]:
-    return sorted(groups, key=lambda group: natural_key(group.outputs[0]))
 
 
 @attrs.frozen(init=False, repr=False)
@@ -28,10 +24,10 @@ class Parallel:
     mappers: tuple[Mapper, ...]
 
     def __init__(self, *mappers: Mapper) -> None:
-        self.__attrs_init__(mappers)
+        object.__setattr__(self, "mappers", mappers)
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
-        return _by_name([group for mapper in self.mappers for group in mapper.bind(names)])
+        return by_name(group for mapper in self.mappers for group in mapper.bind(names))
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)
@@ -62,7 +58,7 @@ class Sequential:
     mappers: tuple[Mapper, ...]
 
     def __init__(self, *mappers: Mapper) -> None:
-        self.__attrs_init__(mappers)
+        object.__setattr__(self, "mappers", mappers)
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         """As in the protocol.
@@ -71,38 +67,19 @@ class Sequential:
             ValueError: A mapper makes a name that is still there, or takes one that is gone.
         """
         there, gone = set(names), set[str]()
-        nodes: list[tuple[int, Group]] = []
-        parent: list[int] = []  # of each node; following it ends in the same node for all that belong together
-        maker: dict[str, int] = {}  # node that made a name
-
-        def root(node: int) -> int:
-            while parent[node] != node:
-                node = parent[node]
-            return node
-
-        for step, mapper in enumerate(self.mappers):
+        steps: list[Sequence[Group]] = []
+        for mapper in self.mappers:
             groups = mapper.bind(sorted(there, key=natural_key))
             taken = {name for group in groups for name in group.inputs}
             made = Counter(name for group in groups for name in group.outputs)
+            left = there - taken
             if used := sorted(taken & (gone - there)):
                 raise ValueError(f"{mapper!r} takes {used!r}, which an earlier mapper took")
-            if clash := sorted(name for name, times in made.items() if times > 1 or name in there - taken):
+            if clash := sorted(name for name, times in made.items() if times > 1 or name in left):
                 raise ValueError(f"{mapper!r} makes {clash!r}, which exist already")
-            first = len(nodes)
-            nodes += [(step, group) for group in groups]
-            parent += range(first, len(nodes))
-            for node, (_, group) in enumerate(nodes[first:], first):
-                for name in group.inputs:
-                    if name in maker:
-                        parent[root(maker[name])] = node
-            maker = {name: node for name, node in maker.items() if name not in taken}
-            maker |= {name: node for node, (_, group) in enumerate(nodes[first:], first) for name in group.outputs}
-            there, gone = (there - taken) | made.keys(), gone | taken
-
-        chains: dict[int, dict[int, list[Group]]] = {}
-        for node, (step, group) in enumerate(nodes):
-            chains.setdefault(root(node), {}).setdefault(step, []).append(group)
-        return _by_name([Chain(steps.values()).group for steps in chains.values()])
+            there, gone = left | made.keys(), gone | taken
+            steps.append(groups)
+        return by_name(chain.group for chain in connected(steps))
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)
@@ -131,12 +108,8 @@ class Prefix:
 
     input: str
     mapper: Mapper
-    output: str = attrs.field(kw_only=True)
+    output: str = attrs.field(kw_only=True, default=attrs.Factory(lambda self: self.input, takes_self=True))
     """Prefix of what is made; by default that of what is taken."""
-
-    @output.default
-    def _same(self) -> str:
-        return self.input
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         return [

@@ -43,14 +43,14 @@ class Rename:
         return Rename(self.output, self.input)
 
 
-@attrs.frozen(init=False)
+@attrs.frozen(init=False, repr=False)
 class Identity:
     """Passes tensors on as they are: those that one of `patterns` matches, all when there is none."""
 
     patterns: tuple[Pattern, ...]
 
     def __init__(self, *patterns: str) -> None:
-        self.__attrs_init__(tuple(map(as_pattern, patterns)))
+        object.__setattr__(self, "patterns", tuple(map(as_pattern, patterns)))
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         if not self.patterns:
@@ -69,6 +69,9 @@ class Identity:
 
     def inverse(self) -> Identity:
         return self
+
+    def __repr__(self) -> str:
+        return f"Identity({', '.join(map(repr, self.patterns))})"
 
 
 @attrs.frozen

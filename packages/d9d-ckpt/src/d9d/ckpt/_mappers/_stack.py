@@ -48,7 +48,7 @@ class Stack:
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         leaves = [
             attrs.evolve(self, input=self.input.fill(values), output=self.output.fill(values))
-            for values in matches([self.input], names, beside=self._index)
+            for values in matches([self.input], names, without=self._index)
         ]
         return [Group(leaf.inputs, [leaf.output.name], leaf) for leaf in leaves]
 
