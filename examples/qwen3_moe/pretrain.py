@@ -141,7 +141,7 @@ def main(config: PretrainConfig) -> bool:
             print(f"  at step {before_at:<6} {before:.3f}")
             print(f"  at step {trainer.step:<6} {after:.3f}")
             print(f"  order-2 model  {order2:.3f}")
-    return after < order2
+    return bool(after < order2)
 
 
 def export_hugging_face(trainer: Trainer, config: PretrainConfig) -> None:

@@ -73,5 +73,5 @@ def test_a_stuck_world_is_killed_and_its_stack_shown():
 
 
 def test_a_local_function_is_refused():
-    with pytest.raises(ValueError, match="top-level"):
+    with pytest.raises(ValueError, match="not a top-level function"):
         run_world(1, lambda: None)

@@ -24,7 +24,7 @@ from d9d.ckpt._plan import Plan, PlanError, plan
 from d9d.ckpt._source import CheckpointError, Source, open_checkpoint
 from d9d.ckpt._spec import Region, TensorSpec
 
-__all__ = [  # noqa: RUF022  # sorted within groups
+__all__ = [  # sorted within groups
     # the state graph
     "Group",
     "Mapper",

@@ -1,7 +1,7 @@
 """From the results of steps to the trackers."""
 
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -75,7 +75,7 @@ class RunLog:
             tracker.log(step, numbers)
 
     @contextmanager
-    def before_checkpoint(self) -> Iterator[None]:
+    def before_checkpoint(self) -> Generator[None]:
         """Make durable what was written, and leave the time of the body out of the speed."""
         with self._speed.paused():
             for tracker in self._trackers:

@@ -3,7 +3,7 @@
 import logging
 import os
 import traceback
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from types import TracebackType
@@ -127,7 +127,7 @@ class DistContext:
         return self.rank == 0
 
     @contextmanager
-    def main_process_first(self) -> Iterator[None]:
+    def main_process_first(self) -> Generator[None]:
         """Run the body on rank 0 to its end, then on all other ranks at once.
 
         Raises:

@@ -1,7 +1,7 @@
 """Initial weights that do not depend on the layout."""
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 from typing import Protocol, runtime_checkable
 
@@ -91,7 +91,7 @@ def _part_of(full: Tensor, parameter: nn.Parameter) -> Tensor:
 
 
 @contextmanager
-def _random_stream(key: str, device: torch.device) -> Iterator[None]:
+def _random_stream(key: str, device: torch.device) -> Generator[None]:
     """Draw from a stream of its own, and go on with the old one afterwards."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:8], "big", signed=True)
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):

@@ -108,7 +108,7 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
 
 
 def _row_major(x: Tensor) -> Tensor:
-    """Give a matrix the strides of its shape: torch takes any strides of a single row for contiguous, the kernel not."""
+    """Give a matrix the strides of its shape. A single row of any strides is contiguous to torch, not to the kernel."""
     return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
 
 

@@ -1,6 +1,6 @@
 """Gradients summed over microbatches and ranks."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import attrs
@@ -57,7 +57,7 @@ class GradientSync:
                     parameter.register_post_accumulate_grad_hook(self._collect_into(view, stage, index))
 
     @contextmanager
-    def microbatch(self, stage: int, *, last: bool) -> Iterator[None]:
+    def microbatch(self, stage: int, *, last: bool) -> Generator[None]:
         """Collect the gradients of one microbatch's backward.
 
         Args:

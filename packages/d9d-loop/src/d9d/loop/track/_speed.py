@@ -2,7 +2,7 @@
 
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import contextmanager
 
 import torch
@@ -40,7 +40,7 @@ class Speedometer:
         self._since = time.monotonic()
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
+    def paused(self) -> Generator[None]:
         """Leave the time of the body out."""
         began = time.monotonic()
         try:

@@ -83,8 +83,8 @@ atexit.register(stop_worlds)
 
 
 def _task(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
-    if "<locals>" in function.__qualname__:
-        raise ValueError(f"{function.__qualname__} is defined inside a function: a worker finds only top-level names")
+    if not inspect.isfunction(function) or "<locals>" in function.__qualname__:
+        raise ValueError(f"{function!r} is not a top-level function of a module: a worker finds it by name only")
     return Task(
         path=str(Path(inspect.getfile(function)).resolve()),
         module=function.__module__,
