@@ -10,7 +10,7 @@ Started again with the same directory, it goes on after the last checkpoint.
 import json
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -57,6 +57,11 @@ class PretrainConfig:
 
     export: bool = True
     """Whether to write the trained model for Hugging Face's transformers, into the directory of the run."""
+
+    @property
+    def sequence(self) -> int:
+        """Bytes of a sample."""
+        return self.trainer.sequence or 256
 
 
 @attrs.frozen
@@ -106,33 +111,40 @@ class NextByte:
         return {}
 
 
+def build_trainer(config: PretrainConfig, files: Sequence[bytes], ctx: DistContext) -> Trainer:
+    """The trainer of this run, after its last checkpoint if there is one."""
+    return Trainer(
+        config.trainer,
+        ctx=ctx,
+        provider=Qwen3MoEProvider(config.model),
+        task=NextByte(),
+        dataset=ByteWindows(files, config.sequence),
+        collate=partial(collate, sequence=config.sequence),
+    )
+
+
+def bits_per_byte(trainer: Trainer, config: PretrainConfig, files: Sequence[bytes]) -> float:
+    """What the model needs on average for a byte of these files."""
+    total = evaluate(
+        trainer.module,
+        NextByte(),
+        ByteWindows(files, config.sequence),
+        collate=partial(collate, sequence=config.sequence),
+        microbatch=config.trainer.microbatch,
+        ctx=trainer.ctx,
+    )
+    return total.mean().item() / math.log(2)
+
+
 def main(config: PretrainConfig) -> bool:
     """Train, compare, export; whether training beat the order-2 model."""
-    sequence = config.trainer.sequence or 256
     files, held_out_files = read_library(held_out_bytes=config.held_out_bytes)
     with DistContext.launch(config.mesh, config.device) as ctx:
         ctx.configure_logging()
-        provider, task = Qwen3MoEProvider(config.model), NextByte()
-        make_batch = partial(collate, sequence=sequence)
-        trainer = Trainer(
-            config.trainer,
-            ctx=ctx,
-            provider=provider,
-            task=task,
-            dataset=ByteWindows(files, sequence),
-            collate=make_batch,
-        )
-
-        def held_out_bits() -> float:
-            dataset = ByteWindows(held_out_files, sequence)
-            microbatch = config.trainer.microbatch
-            total = evaluate(trainer.module, task, dataset, collate=make_batch, microbatch=microbatch, ctx=ctx)
-            return total.mean().item() / math.log(2)
-
-        before_at = trainer.step
-        before = held_out_bits()
+        trainer = build_trainer(config, files, ctx)
+        before_at, before = trainer.step, bits_per_byte(trainer, config, held_out_files)
         trainer.run()
-        after = held_out_bits()
+        after = bits_per_byte(trainer, config, held_out_files)
         if config.export:
             export_hugging_face(trainer, config)
         order2 = Order2Model(files).bits_per_byte(held_out_files)
@@ -141,7 +153,7 @@ def main(config: PretrainConfig) -> bool:
             print(f"  at step {before_at:<6} {before:.3f}")
             print(f"  at step {trainer.step:<6} {after:.3f}")
             print(f"  order-2 model  {order2:.3f}")
-    return bool(after < order2)
+    return after < order2
 
 
 def export_hugging_face(trainer: Trainer, config: PretrainConfig) -> None:

@@ -1,0 +1,39 @@
+"""What the example exports is what it trained, to `transformers`."""
+
+from pathlib import Path
+
+import pretrain
+import pytest
+import torch
+from torch import Tensor
+
+from d9d.loop.config import load
+from d9d.mesh import DistContext
+from d9d.mesh.testing import run_world
+from d9d.models import CausalLMContext
+
+
+def _train_and_score(config: pretrain.PretrainConfig, ids: Tensor) -> Tensor:
+    """Logits of the trained model, as it comes back from the last checkpoint."""
+    pretrain.main(config)
+    files, _ = pretrain.read_library(held_out_bytes=config.held_out_bytes)
+    with DistContext.launch(config.mesh, config.device) as ctx, torch.no_grad():
+        trainer = pretrain.build_trainer(config, files, ctx)
+        assert trainer.step == config.trainer.steps
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        return trainer.module.eval()(ids, CausalLMContext(position_ids=positions)).logits
+
+
+def test_transformers_computes_the_logits_of_the_trained_model(script: Path, tiny, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    layout = ["--mesh.replicate", "2", "--mesh.expert", "2"]
+    arguments = [*tiny, *layout, "--trainer.steps", "20", "--trainer.optimizer.lr", "1e-2"]
+    config = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
+    ids = torch.randint(256, (2, 24))
+    logits, same = run_world(2, _train_and_score, config, ids, timeout=120.0)
+    assert torch.equal(logits, same)
+    assert logits.std() > 0.1  # it has learned to prefer some bytes
+
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hugging_face", dtype="float32")
+    with torch.no_grad():
+        torch.testing.assert_close(theirs.eval()(ids).logits, logits, rtol=1e-5, atol=1e-5)
