@@ -1,14 +1,14 @@
 """Checkpoints as a graph of named tensors: stream, transform, reshard."""
 
-from d9d.ckpt._collective import PeerError
-from d9d.ckpt._export import export
-from d9d.ckpt._job import JobCheckpoints
-from d9d.ckpt._job_read import JobCheckpoint
-from d9d.ckpt._json import JSON
-from d9d.ckpt._load import load
-from d9d.ckpt._manifest import UnknownFormatError
-from d9d.ckpt._mapper import Group, Mapper
-from d9d.ckpt._mappers import (
+from ._collective import PeerError
+from ._export import export
+from ._job import JobCheckpoints
+from ._job_read import JobCheckpoint
+from ._json import JSON
+from ._load import load
+from ._manifest import UnknownFormatError
+from ._mapper import Group, Mapper
+from ._mappers import (
     Chunk,
     Concatenate,
     Identity,
@@ -20,9 +20,9 @@ from d9d.ckpt._mappers import (
     Transpose,
     Unstack,
 )
-from d9d.ckpt._plan import Plan, PlanError, plan
-from d9d.ckpt._source import CheckpointError, Source, open_checkpoint
-from d9d.ckpt._spec import Region, TensorSpec
+from ._plan import Plan, PlanError, plan
+from ._source import CheckpointError, Source, open_checkpoint
+from ._spec import Region, TensorSpec
 
 __all__ = [  # sorted within groups
     # the state graph

@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import rank_of
-from d9d.ckpt._layout import Layout
-from d9d.ckpt._local import local_part
-from d9d.ckpt._spec import Region
+from ._collective import rank_of
+from ._layout import Layout
+from ._local import local_part
+from ._spec import Region
 
 
 def collect(

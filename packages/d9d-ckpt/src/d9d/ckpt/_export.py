@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import agree, rank_of, size_of, together
-from d9d.ckpt._exchange import collect
-from d9d.ckpt._files import TensorFileWriter, write_text
-from d9d.ckpt._layout import Layout, gather_layout
-from d9d.ckpt._mapper import Group, Mapper
-from d9d.ckpt._names import natural_key
-from d9d.ckpt._plan import PlanError, trace
-from d9d.ckpt._publish import published
-from d9d.ckpt._spec import Region, TensorSpec
+from ._collective import agree, rank_of, size_of, together
+from ._exchange import collect
+from ._files import TensorFileWriter, write_text
+from ._layout import Layout, gather_layout
+from ._mapper import Group, Mapper
+from ._names import natural_key
+from ._plan import PlanError, trace
+from ._publish import published
+from ._spec import Region, TensorSpec
 
 INDEX = "model.safetensors.index.json"
 

@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from d9d.ckpt._spec import TensorSpec
+from ._spec import TensorSpec
 
 DTYPES = {
     "BOOL": torch.bool,

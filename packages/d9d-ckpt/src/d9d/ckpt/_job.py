@@ -14,12 +14,12 @@ import attrs
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import all_gather, rank_of, together
-from d9d.ckpt._job_read import JobCheckpoint
-from d9d.ckpt._job_write import write_job_checkpoint
-from d9d.ckpt._json import JSON
-from d9d.ckpt._manifest import Manifest
-from d9d.ckpt._publish import PARTIAL
+from ._collective import all_gather, rank_of, together
+from ._job_read import JobCheckpoint
+from ._job_write import write_job_checkpoint
+from ._json import JSON
+from ._manifest import Manifest
+from ._publish import PARTIAL
 
 UNFINISHED = f".step-*{PARTIAL}"
 log = logging.getLogger("d9d.ckpt")

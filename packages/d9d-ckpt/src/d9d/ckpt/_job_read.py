@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import all_gather, rank_of, size_of, together
-from d9d.ckpt._files import TensorFile, raw_bytes
-from d9d.ckpt._json import JSON
-from d9d.ckpt._local import local_part
-from d9d.ckpt._manifest import Manifest, Stored
-from d9d.ckpt._names import quote_with_nearest
-from d9d.ckpt._source import Source
-from d9d.ckpt._spec import Region, TensorSpec
+from ._collective import all_gather, rank_of, size_of, together
+from ._files import TensorFile, raw_bytes
+from ._json import JSON
+from ._local import local_part
+from ._manifest import Manifest, Stored
+from ._names import quote_with_nearest
+from ._source import Source
+from ._spec import Region, TensorSpec
 
 
 class JobSource(Source):

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import all_gather, rank_of, size_of, together
-from d9d.ckpt._files import TensorFileWriter, write_text
-from d9d.ckpt._json import JSON, check_json
-from d9d.ckpt._layout import Layout, gather_layout
-from d9d.ckpt._local import is_dtensor, local_part
-from d9d.ckpt._manifest import MANIFEST, Manifest, RankPart, Stored
-from d9d.ckpt._publish import published
-from d9d.ckpt._spec import Region, TensorSpec
+from ._collective import all_gather, rank_of, size_of, together
+from ._files import TensorFileWriter, write_text
+from ._json import JSON, check_json
+from ._layout import Layout, gather_layout
+from ._local import is_dtensor, local_part
+from ._manifest import MANIFEST, Manifest, RankPart, Stored
+from ._publish import published
+from ._spec import Region, TensorSpec
 
 
 @torch.no_grad()

@@ -8,10 +8,10 @@ import attrs
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import all_gather, together
-from d9d.ckpt._local import local_part
-from d9d.ckpt._names import natural_key
-from d9d.ckpt._spec import Region, TensorSpec
+from ._collective import all_gather, together
+from ._local import local_part
+from ._names import natural_key
+from ._spec import Region, TensorSpec
 
 
 @attrs.frozen

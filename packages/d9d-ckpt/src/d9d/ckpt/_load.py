@@ -7,11 +7,11 @@ from collections.abc import Collection, Mapping
 import torch
 from torch import Tensor
 
-from d9d.ckpt._local import local_part
-from d9d.ckpt._mapper import Mapper
-from d9d.ckpt._plan import PlanError, plan
-from d9d.ckpt._source import Source
-from d9d.ckpt._spec import TensorSpec
+from ._local import local_part
+from ._mapper import Mapper
+from ._plan import PlanError, plan
+from ._source import Source
+from ._spec import TensorSpec
 
 
 @torch.no_grad()

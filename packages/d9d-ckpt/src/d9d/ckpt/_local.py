@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypeGuard
 import torch
 from torch import Tensor
 
-from d9d.ckpt._spec import Region
+from ._spec import Region
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor

@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
-from d9d.ckpt._files import DTYPE_NAMES, DTYPES
-from d9d.ckpt._json import JSON
-from d9d.ckpt._spec import Region, TensorSpec
+from ._files import DTYPE_NAMES, DTYPES
+from ._json import JSON
+from ._spec import Region, TensorSpec
 
 MANIFEST = "manifest.json"
 FORMAT = {"format": "d9d job checkpoint", "version": 1}

@@ -8,8 +8,8 @@ from typing import Protocol
 import attrs
 from torch import Tensor
 
-from d9d.ckpt._names import natural_key
-from d9d.ckpt._spec import Region, TensorSpec
+from ._names import natural_key
+from ._spec import Region, TensorSpec
 
 
 class Mapper(Protocol):

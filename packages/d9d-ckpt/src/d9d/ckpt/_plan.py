@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 
-from d9d.ckpt._mapper import Group, Mapper, by_name
-from d9d.ckpt._names import Pattern, natural_key, quote_with_nearest
-from d9d.ckpt._spec import TensorSpec
+from ._mapper import Group, Mapper, by_name
+from ._names import Pattern, natural_key, quote_with_nearest
+from ._spec import TensorSpec
 
 
 class PlanError(ValueError):

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from torch.distributed import ProcessGroup
 
-from d9d.ckpt._collective import rank_of, together
-from d9d.ckpt._files import sync_directory
+from ._collective import rank_of, together
+from ._files import sync_directory
 
 PARTIAL = ".partial"
 """Suffix of a directory that is being written."""

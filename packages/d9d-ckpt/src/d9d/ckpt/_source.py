@@ -10,9 +10,9 @@ from pathlib import Path
 
 from torch import Tensor
 
-from d9d.ckpt._files import TensorFile
-from d9d.ckpt._names import natural_key
-from d9d.ckpt._spec import Region, TensorSpec
+from ._files import TensorFile
+from ._names import natural_key
+from ._spec import Region, TensorSpec
 
 
 class Source(Mapping[str, TensorSpec]):

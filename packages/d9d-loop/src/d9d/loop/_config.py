@@ -6,8 +6,8 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, gt, optional
 
-from d9d.loop.optim import AdamWConfig, CosineSchedule, OptimizerConfig, Schedule
-from d9d.loop.track import JsonLinesConfig, ProgressConfig, TrackerConfig
+from .optim import AdamWConfig, CosineSchedule, OptimizerConfig, Schedule
+from .track import JsonLinesConfig, ProgressConfig, TrackerConfig
 
 
 @attrs.frozen(kw_only=True)

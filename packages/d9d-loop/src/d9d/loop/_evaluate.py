@@ -5,11 +5,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from d9d.loop._batch_sum import sum_losses
-from d9d.loop._protocols import Task
-from d9d.loop.data import Collate, SizedDataset, to_device
 from d9d.mesh import DistContext
 from d9d.parallel import LossSum
+
+from ._batch_sum import sum_losses
+from ._protocols import Task
+from .data import Collate, SizedDataset, to_device
 
 
 @torch.no_grad()

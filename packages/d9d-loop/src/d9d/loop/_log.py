@@ -7,11 +7,12 @@ from contextlib import contextmanager
 import attrs
 from torch import Tensor
 
-from d9d.loop._batch_sum import sum_over_batch
-from d9d.loop._protocols import Metric
-from d9d.loop.track import Number, Speedometer, Tracker
 from d9d.mesh import DistContext
 from d9d.parallel import LossSum
+
+from ._batch_sum import sum_over_batch
+from ._protocols import Metric
+from .track import Number, Speedometer, Tracker
 
 
 @attrs.frozen(kw_only=True)

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from d9d.ckpt import JSON, JobCheckpoint, JobCheckpoints
-from d9d.loop._protocols import Metric
-from d9d.loop.optim import NamedStateOptimizer
+
+from ._protocols import Metric
+from .optim import NamedStateOptimizer
 
 
 @attrs.frozen(kw_only=True)

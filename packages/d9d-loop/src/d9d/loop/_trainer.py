@@ -10,17 +10,18 @@ import torch
 from torch import nn
 
 from d9d.ckpt import JobCheckpoints
-from d9d.loop._batch_sum import sum_losses
-from d9d.loop._config import TrainerConfig
-from d9d.loop._log import RunLog, StepResult
-from d9d.loop._protocols import ModelProvider, Task
-from d9d.loop._seed import seed_rank
-from d9d.loop._state import RunState
-from d9d.loop.data import Batches, Collate, SampleOrder, SizedDataset, to_device
-from d9d.loop.optim import set_learning_rate
-from d9d.loop.track import Speedometer, peak_flops
 from d9d.mesh import DistContext, materialize
 from d9d.parallel import GradientSync, StageInfo, global_norm, scale_and_clip_
+
+from ._batch_sum import sum_losses
+from ._config import TrainerConfig
+from ._log import RunLog, StepResult
+from ._protocols import ModelProvider, Task
+from ._seed import seed_rank
+from ._state import RunState
+from .data import Batches, Collate, SampleOrder, SizedDataset, to_device
+from .optim import set_learning_rate
+from .track import Speedometer, peak_flops
 
 
 class Trainer:

@@ -9,9 +9,9 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from d9d.ckpt._mapper import Group, Mapper
-from d9d.ckpt._names import natural_key
-from d9d.ckpt._spec import Region, TensorSpec
+from .._mapper import Group, Mapper
+from .._names import natural_key
+from .._spec import Region, TensorSpec
 
 T = TypeVar("T")
 Step = Sequence[Group]

@@ -9,10 +9,10 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from d9d.ckpt._mapper import Group, Mapper, by_name
-from d9d.ckpt._mappers._chain import apply_step, connected, infer_step
-from d9d.ckpt._names import natural_key
-from d9d.ckpt._spec import Region, TensorSpec
+from .._mapper import Group, Mapper, by_name
+from .._names import natural_key
+from .._spec import Region, TensorSpec
+from ._chain import apply_step, connected, infer_step
 
 T = TypeVar("T")
 

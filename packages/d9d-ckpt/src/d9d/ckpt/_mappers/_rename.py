@@ -7,9 +7,9 @@ from collections.abc import Collection, Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from d9d.ckpt._mapper import Group
-from d9d.ckpt._names import Pattern, as_pattern, matches, natural_key, require_same_fields
-from d9d.ckpt._spec import Region, TensorSpec
+from .._mapper import Group
+from .._names import Pattern, as_pattern, matches, natural_key, require_same_fields
+from .._spec import Region, TensorSpec
 
 
 @attrs.frozen

@@ -9,9 +9,9 @@ import attrs
 import torch
 from torch import Tensor
 
-from d9d.ckpt._mapper import Group
-from d9d.ckpt._names import Pattern, as_pattern, matches
-from d9d.ckpt._spec import Region, TensorSpec
+from .._mapper import Group
+from .._names import Pattern, as_pattern, matches
+from .._spec import Region, TensorSpec
 
 
 def _index_field(many: Pattern, one: Pattern) -> str:

@@ -5,8 +5,7 @@ A configuration is a tree of frozen attrs classes. `load` fills it strictly: ``"
 once.
 """
 
-from d9d.loop._choice import Choice
-
+from .._choice import Choice
 from ._help import help_text
 from ._load import from_command_line, load
 from ._problems import ConfigError

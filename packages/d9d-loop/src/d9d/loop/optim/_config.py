@@ -9,8 +9,7 @@ import torch
 from attrs.validators import ge
 from torch import Tensor, nn
 
-from d9d.loop._choice import Choice
-
+from .._choice import Choice
 from ._adamw import AdamW
 from ._groups import decay_groups
 

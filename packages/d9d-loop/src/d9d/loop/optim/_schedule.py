@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Protocol
 import attrs
 from attrs.validators import ge, le
 
-from d9d.loop._choice import Choice
+from .._choice import Choice
 
 
 @attrs.frozen(kw_only=True)

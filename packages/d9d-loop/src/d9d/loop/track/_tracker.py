@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from d9d.loop._choice import Choice
+from .._choice import Choice
 
 Number = int | float
 
