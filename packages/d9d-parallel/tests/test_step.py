@@ -14,8 +14,12 @@ from d9d.mesh.testing import run_world
 from d9d.parallel import (
     GradientSync,
     LossSum,
+    ShardPolicy,
     global_norm,
+    is_fully_sharded,
     parallelize_expert_parallel,
+    parallelize_fsdp,
+    parallelize_hsdp,
     parallelize_replicate,
     scale_and_clip_,
 )
@@ -145,15 +149,27 @@ def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], buck
     with torch.device("meta"):
         model = Model().to(torch.float64)
     if config.expert > 1:
-        parallelize_expert_parallel(model.moe, context.mesh("expert")["ep_replicate", "ep_shard", "ep"])
-    parallelize_replicate(model, context.mesh("dense")["dp_replicate", "dp_cp_shard"])
+        experts = context.mesh("expert")["ep_replicate", "ep_shard", "ep"]
+        parallelize_expert_parallel(model.moe, experts, policy=AS_STORED)
+    dense = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
+    if config.shard == 1:
+        parallelize_replicate(model, dense)
+    else:
+        for unit in (model.moe.router, [model.embed, model.head], model):
+            if config.replicate > 1:
+                parallelize_hsdp(unit, dense, shard_dim="dp_cp_shard", policy=AS_STORED)
+            else:
+                parallelize_fsdp(unit, dense["dp_cp_shard"], policy=AS_STORED)
     materialize(model, device=context.device, seed=3)
-    assert model.head.weight.data_ptr() == model.embed.weight.data_ptr()
-    sync = GradientSync([list(model.parameters())], bucket_bytes=bucket_bytes, grad_dtype=torch.float64)
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    assert parameters["head.weight"] is parameters["embed.weight"]
+    rest = [p for p in model.parameters() if not is_fully_sharded(p)]
+    sync = GradientSync([rest], bucket_bytes=bucket_bytes, grad_dtype=torch.float64)
     batch = context.mesh("batch")
     rank, ranks = batch.get_local_rank("dp"), batch["dp"].size()
     ids, labels = (t.chunk(ranks)[rank].chunk(accumulation) for t in global_batch(valid))
     for _ in range(2):  # the second step must not see the first
+        model.zero_grad()
         totals = LossSum(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64))
         for i in range(accumulation):
             with sync.microbatch(0, last=i == accumulation - 1):
@@ -165,9 +181,14 @@ def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], buck
         dist.all_reduce(tensor, group=batch.get_group("dp"))
     norm = global_norm(model.parameters())
     scale_and_clip_(model.parameters(), weight=totals.weight, norm=norm, max_norm=None)
-    gradients = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in trained(model)}
+    gradients = {n: full_gradient(p) for n, p in trained(model)}
     weight = int(totals.weight)
     return Step(totals.mean().item(), weight, norm.item() / max(weight, 1), gradients)
+
+
+def full_gradient(parameter: nn.Parameter) -> Tensor:
+    gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
 
 
 def run_steps(cases) -> list[Step]:
@@ -183,6 +204,7 @@ def assert_same(step: Step, expected: Step) -> None:
         torch.testing.assert_close(gradient, expected.gradients[name], rtol=1e-11, atol=1e-15, msg=name)
 
 
+AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None)
 VALID = (1, 7, 3, 5, 0, 8, 2, 6)
 
 
@@ -198,6 +220,26 @@ def test_any_replication_experts_and_accumulation_give_the_update_of_one_process
         for e in experts
         for accumulation in (1, 2)
         for bucket_bytes in (1, 32 << 20)
+    ]
+    for steps in run_world(world, run_steps, cases):
+        for step in steps:
+            assert_same(step, expected)
+
+
+@pytest.mark.parametrize(
+    ("world", "meshes"),
+    [
+        (2, [(1, 2, 1), (1, 2, 2)]),
+        (4, [(1, 4, 1), (2, 2, 1), (1, 4, 2), (2, 2, 2), (1, 4, 4), (2, 2, 4)]),
+    ],
+)
+def test_any_sharding_with_and_without_experts_gives_the_update_of_one_process(world, meshes):
+    """Cases 11 and 13: ``(replicate, shard, expert)``, experts within and beyond a shard group."""
+    expected = reference()
+    cases = [
+        (MeshConfig(replicate=r, shard=s, expert=e), accumulation, VALID)
+        for r, s, e in meshes
+        for accumulation in (1, 2)
     ]
     for steps in run_world(world, run_steps, cases):
         for step in steps:

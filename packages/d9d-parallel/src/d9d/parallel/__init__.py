@@ -5,6 +5,7 @@ A parallelize function turns parameters into DTensors and fixes over which mesh 
 """
 
 from ._expert import parallelize_expert_parallel
+from ._fsdp import ShardPolicy, is_fully_sharded, parallelize_fsdp, parallelize_hsdp
 from ._loss import LossSum
 from ._norm import global_norm, scale_and_clip_
 from ._protocols import SupportsExpertParallel
@@ -15,10 +16,14 @@ from ._sync import GradientSync
 __all__ = [
     "GradientSync",
     "LossSum",
+    "ShardPolicy",
     "StageInfo",
     "SupportsExpertParallel",
     "global_norm",
+    "is_fully_sharded",
     "parallelize_expert_parallel",
+    "parallelize_fsdp",
+    "parallelize_hsdp",
     "parallelize_replicate",
     "scale_and_clip_",
 ]

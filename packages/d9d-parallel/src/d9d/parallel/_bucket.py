@@ -10,6 +10,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
+from ._fsdp import is_fully_sharded
 from ._layout import grad_placements
 
 
@@ -118,6 +119,11 @@ class _Reduction:
 def _reduction(parameter: nn.Parameter) -> _Reduction:
     if not isinstance(parameter, DTensor):
         return _Reduction(None, (), parameter.device)
+    if is_fully_sharded(parameter):
+        raise ValueError(
+            f"fully_shard sums the gradient of a parameter of shape {tuple(parameter.shape)} itself: give GradientSync "
+            "those for which is_fully_sharded is false"
+        )
     placements = grad_placements(parameter)
     if placements is None:
         raise ValueError(

@@ -4,28 +4,33 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Partial, Replicate, Shard
 
+from ._fsdp import ShardPolicy, shard_further
 from ._layout import Layout, lay_out
 from ._protocols import SupportsExpertParallel
 
 _DIMS = ("ep_replicate", "ep_shard", "ep")
 
 
-def parallelize_expert_parallel(moe: SupportsExpertParallel, mesh: DeviceMesh) -> None:
+def parallelize_expert_parallel(
+    moe: SupportsExpertParallel, mesh: DeviceMesh, *, policy: ShardPolicy | None = None
+) -> None:
     """Split the experts of one mixture of experts over the ranks of a mesh.
 
-    Expert parameters become DTensors, split on dim 0 over ``ep`` and replicated over ``ep_replicate``; tokens reach
-    their experts through the module's own dispatch, which is given the group of ``ep``. A gradient is complete over
-    ``ep`` (every token that an expert saw, whatever rank it came from) and Partial over ``ep_replicate``. Parameters
-    outside the experts are left alone: lay them out with `parallelize_replicate` afterwards.
+    Expert parameters become DTensors, split on dim 0 over ``ep``; tokens reach their experts through the module's own
+    dispatch, which is given the group of ``ep``. A gradient is complete over ``ep``: every token that an expert saw,
+    whatever rank it came from. With ``ep_shard`` of 1 experts are replicated over ``ep_replicate``, and `GradientSync`
+    sums their gradients there. Otherwise `fully_shard` splits them further over ``ep_shard``, on dim 1 where it divides
+    evenly and else on dim 0, and sums their gradients over both dims. Parameters outside the experts are left alone:
+    lay them out afterwards.
 
     Args:
         moe: A module with `SupportsExpertParallel`, changed in place; may be on ``meta``.
         mesh: With the dims ``ep_replicate``, ``ep_shard`` and ``ep``, as the "expert" domain of `d9d.mesh` has them.
-            ``ep_shard`` is of size 1.
+        policy: For ``ep_shard``, see `parallelize_fsdp`.
 
     Raises:
         TypeError: ``moe`` is not a module with `SupportsExpertParallel`.
-        ValueError: The mesh has other dims, shards experts further, or its ``ep`` does not divide the experts.
+        ValueError: The mesh has other dims, or its ``ep`` does not divide the experts.
     """
     if not isinstance(moe, nn.Module) or not isinstance(moe, SupportsExpertParallel):
         raise TypeError(
@@ -34,18 +39,22 @@ def parallelize_expert_parallel(moe: SupportsExpertParallel, mesh: DeviceMesh) -
         )
     if mesh.mesh_dim_names != _DIMS:
         raise ValueError(f"expert parallelism takes a mesh with the dims {_DIMS}, got {mesh.mesh_dim_names}")
-    _, ep_shard, ep = mesh.shape
-    if ep_shard > 1:
-        raise ValueError(
-            f"the mesh has ep_shard = {ep_shard}, and sharding the experts of one ep rank is not supported yet: "
-            "choose degrees with expert = shard · context · tensor, or more experts ranks"
-        )
+    ep_replicate, ep_shard, ep = mesh.shape
     if moe.num_experts % ep:
         raise ValueError(
             f"{moe.num_experts} experts do not divide over {ep} expert-parallel ranks: "
             f"choose mesh.expert so that it divides {moe.num_experts}"
         )
-    split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
     experts = set(moe.expert_parameters())
+    if ep_shard == 1:
+        split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
+    else:
+        split = Layout(mesh["ep"], (Shard(0),), (Shard(0),))
     lay_out(moe, lambda parameter: split if parameter in experts else None)
+    if ep_shard > 1:
+        fsdp_mesh = mesh["ep_replicate", "ep_shard"] if ep_replicate > 1 else mesh["ep_shard"]
+        experts = set(moe.expert_parameters())
+        for owner in moe.modules():
+            if not experts.isdisjoint(owner.parameters(recurse=False)):
+                shard_further(owner, experts, fsdp_mesh, policy or ShardPolicy())
     moe.set_expert_group(mesh.get_group("ep"))

@@ -36,18 +36,25 @@ def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None
         layout_of: The layout of a parameter; ``None`` leaves it alone.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
+    layouts: dict[nn.Parameter, Layout] = {}
     for owner in list(module.modules()):
-        views: dict[str, tuple[Placement, ...]] = {}
+        views: dict[str, Layout] = {}
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
             if parameter not in new:
                 if (layout := layout_of(parameter)) is None:
                     continue
                 new[parameter] = _distribute(parameter, layout)
+                layouts[parameter] = layout
             setattr(owner, name, new[parameter])
-            views[name] = vars(new[parameter])[_GRAD_PLACEMENTS]
+            views[name] = layouts[parameter]
         if views:
             # mypy takes nn.Module's __hash__ for that of its class
             owner.__class__ = _with_local_views(type(owner), frozenset(views.items()))  # type: ignore[arg-type]
+
+
+def is_laid_out(parameter: nn.Parameter) -> bool:
+    """Whether `lay_out` made the parameter, and nothing has taken it over since."""
+    return _GRAD_PLACEMENTS in vars(parameter)
 
 
 def grad_placements(parameter: DTensor) -> tuple[Placement, ...] | None:
@@ -65,18 +72,19 @@ def _distribute(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 @cache
-def _with_local_views(base: type[nn.Module], views: frozenset[tuple[str, tuple[Placement, ...]]]) -> type[nn.Module]:
+def _with_local_views(base: type[nn.Module], views: frozenset[tuple[str, Layout]]) -> type[nn.Module]:
     """A subclass whose named parameters read as local tensors, as `fully_shard` makes one for its modules."""
-    properties: dict[str, Any] = {name: property(_local_view(name, placements)) for name, placements in views}
+    properties: dict[str, Any] = {name: property(_local_view(name, layout)) for name, layout in views}
     return type(f"Parallel{base.__name__}", (base,), properties)
 
 
-def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Module], Tensor | None]:
+def _local_view(name: str, layout: Layout) -> Callable[[nn.Module], Tensor | None]:
     def local(module: nn.Module) -> Tensor | None:
         parameter = module._parameters[name]  # noqa: SLF001 - where nn.Module keeps what this property hides
-        if not isinstance(parameter, DTensor):
+        # What `fully_shard` has sharded further lies on another mesh until it is gathered, and is not computed with.
+        if not isinstance(parameter, DTensor) or parameter.device_mesh != layout.mesh:
             return parameter
-        view: Tensor = parameter.to_local(grad_placements=placements)
+        view: Tensor = parameter.to_local(grad_placements=layout.grad_placements)
         return view
 
     return local

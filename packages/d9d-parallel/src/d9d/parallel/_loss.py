@@ -3,6 +3,7 @@
 import attrs
 import torch
 from torch import Tensor
+from torch.utils._pytree import register_pytree_node
 
 
 @attrs.frozen
@@ -29,3 +30,12 @@ class LossSum:
     def mean(self) -> Tensor:
         """Loss per unit of weight; 0 where there is no weight."""
         return torch.where(self.weight > 0, self.sum / self.weight, 0.0)
+
+
+# `fully_shard` and others look for tensors in what a module returns.
+register_pytree_node(
+    LossSum,
+    lambda loss: ([loss.sum, loss.weight], None),
+    lambda values, _: LossSum(*values),
+    serialized_type_name="d9d.parallel.LossSum",
+)
