@@ -16,6 +16,7 @@ from d9d.models import CausalLMContext
 def _train_and_score(config: pretrain.PretrainConfig, ids: Tensor) -> Tensor:
     """Logits of the trained model, as it comes back from the last checkpoint."""
     pretrain.main(config)
+    pretrain.main(config)  # started again when there is nothing left to train, it writes the same export
     files, _ = pretrain.read_library(held_out_bytes=config.held_out_bytes)
     with DistContext.launch(config.mesh, config.device) as ctx, torch.no_grad():
         trainer = pretrain.build_trainer(config, files, ctx)

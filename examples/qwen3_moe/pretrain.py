@@ -9,6 +9,7 @@ Started again with the same directory, it goes on after the last checkpoint.
 
 import json
 import math
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -157,8 +158,11 @@ def main(config: PretrainConfig) -> bool:
 
 
 def export_hugging_face(trainer: Trainer, config: PretrainConfig) -> None:
-    """Write what `transformers.AutoModelForCausalLM.from_pretrained` loads."""
+    """Write what `transformers.AutoModelForCausalLM.from_pretrained` loads, in place of an earlier export."""
     directory = config.trainer.directory / "hugging_face"
+    with trainer.ctx.main_process_first():
+        if trainer.ctx.is_main and directory.exists():
+            shutil.rmtree(directory)
     hugging_face: dict[str, Any] = config_to_hugging_face(config.model, dtype=config.trainer.dtype)
     export(
         dict(trainer.module.named_parameters()),
