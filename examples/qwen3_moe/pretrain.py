@@ -9,7 +9,6 @@ Started again with the same directory, it goes on after the last checkpoint.
 
 import json
 import math
-import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -58,6 +57,9 @@ class PretrainConfig:
 
     export: bool = True
     """Whether to write the trained model for Hugging Face's transformers, into the directory of the run."""
+
+    compare: bool = True
+    """Whether to compare with an order-2 model of bytes; the exit code is 1 if training does not beat it."""
 
     @property
     def sequence(self) -> int:
@@ -131,38 +133,37 @@ def bits_per_byte(trainer: Trainer, config: PretrainConfig, files: Sequence[byte
         NextByte(),
         ByteWindows(files, config.sequence),
         collate=partial(collate, sequence=config.sequence),
-        microbatch=config.trainer.microbatch,
+        microbatch=trainer.batches.microbatch,
         ctx=trainer.ctx,
     )
     return total.mean().item() / math.log(2)
 
 
 def main(config: PretrainConfig) -> bool:
-    """Train, compare, export; whether training beat the order-2 model."""
+    """Train, compare, export; whether training did as well as was asked."""
     files, held_out_files = read_library(held_out_bytes=config.held_out_bytes)
     with DistContext.launch(config.mesh, config.device) as ctx:
         ctx.configure_logging()
         trainer = build_trainer(config, files, ctx)
-        before_at, before = trainer.step, bits_per_byte(trainer, config, held_out_files)
+        results = {f"at step {trainer.step}": bits_per_byte(trainer, config, held_out_files)}
         trainer.run()
-        after = bits_per_byte(trainer, config, held_out_files)
+        after = results[f"at step {trainer.step}"] = bits_per_byte(trainer, config, held_out_files)
         if config.export:
             export_hugging_face(trainer, config)
-        order2 = Order2Model(files).bits_per_byte(held_out_files)
+        if config.compare:
+            results["order-2 model"] = Order2Model(files).bits_per_byte(held_out_files)
         if ctx.is_main:
             print("bits per byte on held-out files")
-            print(f"  at step {before_at:<6} {before:.3f}")
-            print(f"  at step {trainer.step:<6} {after:.3f}")
-            print(f"  order-2 model  {order2:.3f}")
-    return after < order2
+            for name, bits in results.items():
+                print(f"  {name:<16} {bits:.3f}")
+    return not config.compare or after < results["order-2 model"]
 
 
 def export_hugging_face(trainer: Trainer, config: PretrainConfig) -> None:
-    """Write what `transformers.AutoModelForCausalLM.from_pretrained` loads, in place of an earlier export."""
-    directory = config.trainer.directory / "hugging_face"
-    with trainer.ctx.main_process_first():
-        if trainer.ctx.is_main and directory.exists():
-            shutil.rmtree(directory)
+    """Write what `transformers.AutoModelForCausalLM.from_pretrained` loads, unless it is there already."""
+    directory = config.trainer.directory / f"hugging_face-{trainer.step}"
+    if directory.exists():
+        return
     hugging_face: dict[str, Any] = config_to_hugging_face(config.model, dtype=config.trainer.dtype)
     export(
         dict(trainer.module.named_parameters()),

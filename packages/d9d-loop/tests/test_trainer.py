@@ -359,6 +359,7 @@ def test_after_a_step_that_failed_the_same_trainer_runs_a_good_one(ctx, tmp_path
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_built(ctx, tmp_path):
     with pytest.raises(ValueError, match=r"global_batch=8 does not divide into 1 data ranks × microbatch=3; set"):
         trainer(ctx, config(tmp_path, microbatch=3))
+    assert trainer(ctx, config(tmp_path)).batches.accumulation == 1
     assert not list(tmp_path.iterdir())
 
 

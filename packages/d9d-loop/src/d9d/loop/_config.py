@@ -23,8 +23,9 @@ class TrainerConfig:
     global_batch: int = attrs.field(validator=ge(1))
     """Samples of one step over all data ranks; a multiple of microbatch times their number."""
 
-    microbatch: int = attrs.field(default=1, validator=ge(1))
-    """Samples of one forward pass on one rank; changes memory and speed, not the result."""
+    microbatch: int | None = attrs.field(default=None, validator=optional(ge(1)))
+    """Samples of one forward pass on one rank; changes memory and speed, not the result. None: all that the rank has in
+    a step."""
 
     seed: int = 0
     """Picks the initial weights, the order of samples and the dropout masks."""

@@ -147,12 +147,13 @@ def _batches(config: TrainerConfig, ctx: DistContext, dataset: SizedDataset[Any]
         if value != 1:
             raise ValueError(f"mesh.{degree}={value!r}: this trainer cannot use it yet; set mesh.{degree} to 1")
     data = ctx.mesh("batch")["dp"]
+    share, left = divmod(config.global_batch, data.size())
     return Batches(
         dataset=dataset,
         collate=collate,
         order=SampleOrder(length=len(dataset), seed=config.seed),
         global_batch=config.global_batch,
-        microbatch=config.microbatch,
+        microbatch=config.microbatch or (1 if left else share),
         rank=data.get_local_rank(),
         ranks=data.size(),
     )

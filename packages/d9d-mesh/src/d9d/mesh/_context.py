@@ -206,4 +206,6 @@ def _world_size() -> int:
 def _local_rank() -> int:
     if "LOCAL_RANK" in os.environ:
         return int(os.environ["LOCAL_RANK"])
-    return dist.get_rank() if dist.is_initialized() else 0
+    rank = dist.get_rank() if dist.is_initialized() else int(os.environ.get("RANK", "0"))
+    # A launcher that does not say it numbers ranks host by host, one a GPU.
+    return rank % torch.cuda.device_count() if torch.cuda.is_available() else rank

@@ -4,8 +4,8 @@ A rank that fails writes its traceback into the store of the job. Every rank wat
 own, since its main thread may be stuck in a collective that will never finish, and leaves when it appears.
 """
 
+import json
 import os
-import pickle
 import sys
 import threading
 import traceback
@@ -39,10 +39,10 @@ class FailureWatch:
         text = "".join(traceback.format_exception(error))
         try:
             # The first failure is the cause; what follows in other ranks is its effect.
-            first = self._store.compare_set(_KEY, "", pickle.dumps((self._rank, text)).hex())
+            first = self._store.compare_set(_KEY, "", json.dumps([self._rank, text]))
         except RuntimeError:
             return  # the store is gone, and with it the rank that hosted it: that rank has said why
-        failed, cause = pickle.loads(bytes.fromhex(first.decode()))  # noqa: S301 - written by our own ranks
+        failed, cause = json.loads(first)
         if failed != self._rank:
             sys.stderr.write(f"rank {self._rank}: rank {failed} had failed before:\n{cause}")
         threading.Thread(target=_leave_later, name="d9d-failure-exit", daemon=True).start()
@@ -59,10 +59,11 @@ class FailureWatch:
             try:
                 if not self._store.check([_KEY]):
                     continue
-                rank, cause = pickle.loads(bytes.fromhex(self._store.get(_KEY).decode()))  # noqa: S301
+                rank, cause = json.loads(self._store.get(_KEY))
                 sys.stderr.write(f"rank {self._rank} leaves because rank {rank} failed:\n{cause}")
             except RuntimeError as lost:
-                if self._done.is_set():
+                # After the last barrier the rank that hosts the store may be gone before this one stops watching.
+                if self._done.wait(_LINGER_SECONDS):
                     return
                 sys.stderr.write(f"rank {self._rank} leaves because the store of the job is gone: {lost}\n")
             sys.stderr.flush()
