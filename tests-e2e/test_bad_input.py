@@ -34,7 +34,7 @@ def test_a_problem_in_the_configuration_is_one_line_and_exit_code_2(script, caps
 
 def test_degrees_that_do_not_fit_the_world_end_the_script(script, tiny):
     command = [sys.executable, script, *tiny, "--mesh.replicate", "4"]
-    found = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=120)
+    found = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=300)
     assert found.returncode == 1
     assert found.stderr.splitlines()[-1] == (
         "ValueError: the mesh (replicate 4) needs 4 ranks, and 1 were started: "
@@ -46,7 +46,7 @@ def test_fewer_experts_than_ranks_to_hold_them_end_every_rank(script, tiny):
     layout = ["--mesh.replicate", "2", "--mesh.expert", "2", "--model.num_experts", "1", "--model.top_k", "1"]
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     found = subprocess.run(
-        [*command, script, *tiny, *layout], check=False, stderr=subprocess.PIPE, text=True, timeout=120
+        [*command, script, *tiny, *layout], check=False, stderr=subprocess.PIPE, text=True, timeout=300
     )
     assert found.returncode == 1
     assert "ValueError: 1 experts do not divide over 2 expert-parallel ranks" in found.stderr
@@ -57,10 +57,10 @@ def test_a_missing_checkpoint_file_costs_steps_or_is_an_error(script: Path, tiny
     config = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
     checkpoints = tmp_path / "run" / "checkpoints"
 
-    run_world(1, pretrain.main, config)
+    run_world(1, pretrain.main, config, timeout=300.0)
     (checkpoints / "step-00000006" / "rank-00000.safetensors").unlink()
     capfd.readouterr()
-    run_world(1, pretrain.main, config)
+    run_world(1, pretrain.main, config, timeout=300.0)
     output, log = capfd.readouterr()
     assert f"WARNING d9d.ckpt: skipping the broken checkpoint {checkpoints / 'step-00000006'}" in log
     assert "at step 3 " in output
@@ -68,4 +68,4 @@ def test_a_missing_checkpoint_file_costs_steps_or_is_an_error(script: Path, tiny
     for directory in checkpoints.iterdir():
         (directory / "rank-00000.safetensors").unlink()
     with pytest.raises(WorldError, match=r"no checkpoint in '.*/checkpoints' is complete"):
-        run_world(1, pretrain.main, config)
+        run_world(1, pretrain.main, config, timeout=300.0)
