@@ -13,6 +13,7 @@ _TINY = """
 model.hidden_size 16  model.num_layers 2  model.num_heads 2  model.num_kv_heads 1  model.head_dim 8
 model.num_experts 8  model.expert_size 8  trainer.sequence 24  trainer.global_batch 8  trainer.microbatch 2
 trainer.schedule.warmup 5  held_out_bytes 4000  device cpu
+compare false
 """
 
 

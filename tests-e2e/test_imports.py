@@ -1,6 +1,7 @@
 """What an import of a package loads: nothing of which torch alone would not need most."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -44,7 +45,7 @@ _THIRD_PARTIES = {
 def loaded() -> dict[str, set[str]]:
     """All modules that an import loads, by the import, without CUDA."""
     names = ["torch", _DTENSOR, *(f"d9d.{name}" for name in _THIRD_PARTIES)]
-    environment = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", _PROBE, *names], env=environment, stdout=subprocess.PIPE, check=True)
     return {name: set(modules) for name, modules in json.loads(found.stdout).items()}
 

@@ -64,7 +64,7 @@ def _configs(base: pretrain.PretrainConfig, replicate: int, experts: list[int]) 
 def test_every_layout_gives_the_run_of_one_process(script: Path, tiny, files):
     arguments = [*tiny, "--trainer.dtype", "float64", "--trainer.steps", str(STEPS), "--trainer.optimizer.lr", "1e-2"]
     base = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
-    [[expected, accumulated]] = run_world(1, _train_all, _configs(base, 1, [1]), files)
+    [[expected, accumulated]] = run_world(1, _train_all, _configs(base, 1, [1]), files, timeout=300.0)
     on_ranks = run_world(4, _train_all, _configs(base, 4, [1, 2, 4]), files, timeout=300.0)
 
     # it is a run worth comparing: it learns, every expert has work, and ranks have unequal numbers of labels

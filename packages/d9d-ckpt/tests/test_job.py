@@ -145,6 +145,16 @@ def test_broken_ones_are_skipped_said_and_replaced(tmp_path, caplog, damage, mes
     assert steps(tmp_path) == ["step-00000001", "step-00000002.2"]
 
 
+def test_nothing_but_broken_ones_is_no_fresh_start(tmp_path):
+    checkpoints = JobCheckpoints(tmp_path)
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    for step in steps(tmp_path):
+        (tmp_path / step / "rank-00000.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no checkpoint in .* is complete.*step-00000002', 'step-00000001'"):
+        checkpoints.latest()
+
+
 def test_a_step_may_be_saved_again(tmp_path):
     checkpoints = JobCheckpoints(tmp_path)
     for value in (1.0, 2.0, 3.0):

@@ -102,6 +102,8 @@ class JobCheckpoints:
 
         Raises:
             UnknownFormatError: The last one was written by a version that this one does not know.
+            ValueError: There are checkpoints, and all are broken. No kill does that, as a save never replaces the last
+                complete one; a run that took it for a fresh start would overwrite what may be repaired.
         """
         names: list[str] = []
         with together(self._group):
@@ -109,6 +111,11 @@ class JobCheckpoints:
                 for path in self._root.glob(UNFINISHED):
                     log.warning("skipping the unfinished checkpoint %s", path)
                 names = [saved.name for saved in itertools.islice(self._complete(warn=True), 1)]
+                if not names and (broken := [saved.name for saved in self._scan()]):
+                    raise ValueError(
+                        f"no checkpoint in {str(self._root)!r} is complete, the log says what each lacks: {broken}; "
+                        "put back the missing files, or move these directories away to start anew"
+                    )
         chosen = all_gather(names, self._group)[0]
         if not chosen:
             return None

@@ -1,0 +1,105 @@
+"""SIGKILL at any moment loses nothing: started again, the run becomes what it would have been without."""
+
+import json
+import os
+import random
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pretrain
+
+from d9d.ckpt import JobCheckpoints
+from d9d.loop.config import load
+from d9d.mesh.testing import run_world
+
+STEPS = 60
+SAVED_EVERY = 5
+KILLS = 5
+TIMEOUT = 300.0  # a loaded machine takes its time to import torch in three processes
+
+
+def _log(run: Path) -> list[dict[str, float]]:
+    """The whole lines of the log."""
+    file = run / "log.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True) if file.exists() else []
+    return [json.loads(line) for line in lines if line.endswith(b"\n")]
+
+
+@contextmanager
+def _job(script: Path, arguments: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """The example on two ranks; leaving the block kills all of it, wherever it is."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    with (
+        output.open("wb") as stream,
+        subprocess.Popen([*command, script, *arguments], stdout=stream, stderr=stream) as job,
+    ):
+        try:
+            yield job
+        finally:
+            if job.poll() is None:
+                # torchrun puts its workers into sessions of their own
+                workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
+                for process in [job.pid, *map(int, workers)]:
+                    os.kill(process, signal.SIGKILL)
+
+
+def _wait_for_step(run: Path, step: int, job: subprocess.Popen[bytes], output: Path) -> None:
+    deadline = time.monotonic() + TIMEOUT
+    while not any(line["step"] >= step for line in _log(run)[-1:]):
+        assert job.poll() is None, output.read_text()
+        assert time.monotonic() < deadline, output.read_text()
+        time.sleep(0.001)
+
+
+def test_a_run_killed_five_times_is_bit_equal_to_one_that_was_not(script: Path, tiny, tmp_path):
+    arguments = [
+        *tiny,
+        "--mesh.replicate",
+        "2",
+        "--trainer.steps",
+        str(STEPS),
+        "--trainer.checkpoint_every",
+        str(SAVED_EVERY),
+    ]
+    whole, run, output = tmp_path / "whole", tmp_path / "run", tmp_path / "output.txt"
+    config = load(
+        pretrain.PretrainConfig, script.with_name("small.toml"), [*arguments, "--trainer.directory", str(whole)]
+    )
+    run_world(2, pretrain.main, config, timeout=TIMEOUT)
+
+    moments = random.Random(2)
+    for step in sorted(moments.sample(range(1, STEPS), KILLS)):
+        with _job(script, arguments, output) as job:
+            _wait_for_step(run, step, job, output)
+            time.sleep(moments.uniform(0.0, 0.05))  # anywhere in a step or in a save
+            assert job.poll() is None, output.read_text()
+    logged = _log(run)[-1]["step"]
+    with _job(script, arguments, output) as job:
+        assert job.wait(TIMEOUT) == 0, output.read_text()
+    # it went on from the last checkpoint, of which nothing is sure if its own step was the last one logged
+    resumed = re.search(r"bits per byte on held-out files\n  at step (\d+)", output.read_text())
+    assert resumed is not None, output.read_text()
+    assert int(resumed[1]) >= (logged - 1) // SAVED_EVERY * SAVED_EVERY > 0
+
+    log, expected = _log(run), _log(whole)
+    assert [line["step"] for line in log] == list(range(1, STEPS + 1))
+    for name in ("loss", "grad_norm", "lr", "tokens"):
+        assert [line[name] for line in log] == [line[name] for line in expected], name
+    exported = f"hugging_face-{STEPS}/model.safetensors"
+    _assert_equal_bytes(run / exported, whole / exported)
+    [checkpoint, wanted] = [JobCheckpoints(directory / "checkpoints").latest() for directory in (run, whole)]
+    assert checkpoint.step == wanted.step == STEPS
+    files = sorted(file.relative_to(wanted.directory) for file in wanted.directory.rglob("*") if file.is_file())
+    assert len(files) >= 3
+    for file in files:
+        _assert_equal_bytes(checkpoint.directory / file, wanted.directory / file)
+
+
+def _assert_equal_bytes(file: Path, expected: Path) -> None:
+    assert file.read_bytes() == expected.read_bytes(), file
