@@ -15,6 +15,11 @@ from d9d.mesh.testing import run_world
 
 STEPS = 50
 GLOBAL_BATCH = 8
+MESHES = [
+    *(MeshConfig(replicate=4, expert=expert) for expert in (1, 2, 4)),
+    MeshConfig(shard=4, expert=2),
+    MeshConfig(replicate=2, shard=2, expert=4),
+]
 
 
 @attrs.frozen
@@ -48,15 +53,17 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _configs(base: pretrain.PretrainConfig, replicate: int, experts: list[int]) -> list[pretrain.PretrainConfig]:
+def _configs(base: pretrain.PretrainConfig, meshes: list[MeshConfig]) -> list[pretrain.PretrainConfig]:
     """Each layout with an accumulation of 1 and of 2."""
     return [
         attrs.evolve(
             base,
-            mesh=MeshConfig(replicate=replicate, expert=expert),
-            trainer=attrs.evolve(base.trainer, microbatch=GLOBAL_BATCH // replicate // accumulation),
+            mesh=mesh,
+            trainer=attrs.evolve(
+                base.trainer, microbatch=GLOBAL_BATCH // (mesh.replicate * mesh.shard) // accumulation
+            ),
         )
-        for expert in experts
+        for mesh in meshes
         for accumulation in (1, 2)
     ]
 
@@ -64,8 +71,8 @@ def _configs(base: pretrain.PretrainConfig, replicate: int, experts: list[int]) 
 def test_every_layout_gives_the_run_of_one_process(script: Path, tiny, files):
     arguments = [*tiny, "--trainer.dtype", "float64", "--trainer.steps", str(STEPS), "--trainer.optimizer.lr", "1e-2"]
     base = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
-    [[expected, accumulated]] = run_world(1, _train_all, _configs(base, 1, [1]), files, timeout=300.0)
-    on_ranks = run_world(4, _train_all, _configs(base, 4, [1, 2, 4]), files, timeout=300.0)
+    [[expected, accumulated]] = run_world(1, _train_all, _configs(base, [MeshConfig()]), files, timeout=300.0)
+    on_ranks = run_world(4, _train_all, _configs(base, MESHES), files, timeout=300.0)
 
     # it is a run worth comparing: it learns, every expert has work, and ranks have unequal numbers of labels
     assert expected.losses[-1] < 0.6 * expected.losses[0]

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import attrs
 import torch
@@ -33,7 +33,7 @@ from d9d.models.qwen3_moe import (
     mapper_from_hugging_face,
     parallelize_qwen3_moe,
 )
-from d9d.parallel import LossSum, StageInfo
+from d9d.parallel import LossSum, ShardPolicy, StageInfo
 
 
 @attrs.frozen(kw_only=True)
@@ -48,6 +48,9 @@ class PretrainConfig:
 
     mesh: MeshConfig = attrs.field(factory=MeshConfig)
     """Degrees of parallelism."""
+
+    compute_dtype: Literal["bfloat16", "float32"] | None = None
+    """Of matrix products when parameters are sharded (mesh.shard); none: that of the parameters (trainer.dtype)."""
 
     held_out_bytes: int = 200_000
     """About how much text is held out, in whole files."""
@@ -72,6 +75,7 @@ class Qwen3MoEProvider:
     """How the trainer gets its model."""
 
     config: Qwen3MoEConfig
+    policy: ShardPolicy
 
     def build(self, stage: StageInfo) -> Qwen3MoEForCausalLM:
         """The whole model: there is one stage."""
@@ -79,10 +83,10 @@ class Qwen3MoEProvider:
         return Qwen3MoEForCausalLM(self.config)
 
     def parallelize(self, module: nn.Module, stage: StageInfo, ctx: DistContext) -> None:
-        """Experts over ep, the rest on every rank."""
+        """Experts over ep, the rest on every rank or sharded."""
         del stage
         assert isinstance(module, Qwen3MoEForCausalLM)
-        parallelize_qwen3_moe(module, ctx)
+        parallelize_qwen3_moe(module, ctx, policy=self.policy)
 
     def mapper(self, module: nn.Module) -> Mapper:
         """From Hugging Face's names."""
@@ -116,10 +120,12 @@ class NextByte:
 
 def build_trainer(config: PretrainConfig, files: Sequence[bytes], ctx: DistContext) -> Trainer:
     """The trainer of this run, after its last checkpoint if there is one."""
+    compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
+    policy = ShardPolicy(compute_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
     return Trainer(
         config.trainer,
         ctx=ctx,
-        provider=Qwen3MoEProvider(config.model),
+        provider=Qwen3MoEProvider(config.model, policy),
         task=NextByte(),
         dataset=ByteWindows(files, config.sequence),
         collate=partial(collate, sequence=config.sequence),

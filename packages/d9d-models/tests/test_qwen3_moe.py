@@ -19,6 +19,7 @@ from d9d.models.qwen3_moe import (
     mapper_from_hugging_face,
     parallelize_qwen3_moe,
 )
+from d9d.parallel import ShardPolicy
 
 CONFIG = Qwen3MoEConfig(
     vocab_size=61,
@@ -123,7 +124,7 @@ def _losses(config: Qwen3MoEConfig, mesh: MeshConfig) -> list[float]:
     context_ = DistContext.launch(mesh, "cpu")
     with torch.device("meta"):
         model = Qwen3MoEForCausalLM(config).to(torch.float64)
-    parallelize_qwen3_moe(model, context_)
+    parallelize_qwen3_moe(model, context_, policy=ShardPolicy(compute_dtype=None, reduce_dtype=None))
     materialize(model, device=context_.device, seed=1)
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(61, (4, 9), generator=generator)
@@ -132,8 +133,8 @@ def _losses(config: Qwen3MoEConfig, mesh: MeshConfig) -> list[float]:
 
 
 def _losses_of(meshes: list[MeshConfig]) -> list[list[float]]:
-    with pytest.raises(ValueError, match=r"mesh.shard = 4: only replicate and expert"):
-        _losses(CONFIG, MeshConfig(shard=4))
+    with pytest.raises(ValueError, match=r"mesh.tensor = 4: Qwen3-MoE is laid out over replicate, shard and expert"):
+        _losses(CONFIG, MeshConfig(tensor=4))
     with pytest.raises(ValueError, match="2 experts do not divide over 4 expert-parallel ranks"):
         _losses(attrs.evolve(CONFIG, num_experts=2, top_k=1), MeshConfig(replicate=4, expert=4))
     return [_losses(CONFIG, mesh) for mesh in meshes]
@@ -141,7 +142,7 @@ def _losses_of(meshes: list[MeshConfig]) -> list[list[float]]:
 
 def test_the_same_seed_gives_the_same_model_under_every_layout():
     [expected] = run_world(1, _losses, CONFIG, MeshConfig())
-    meshes = [MeshConfig(replicate=4, expert=e) for e in (1, 2, 4)]
+    meshes = [MeshConfig(replicate=4 // s, shard=s, expert=e) for s in (1, 2, 4) for e in (1, 2, 4)]
     for per_rank in run_world(4, _losses_of, meshes):
         for losses in per_rank:
             torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)

@@ -9,7 +9,13 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
-from d9d.parallel import GradientSync, parallelize_expert_parallel, parallelize_replicate
+from d9d.parallel import (
+    GradientSync,
+    parallelize_expert_parallel,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_replicate,
+)
 
 
 class SeesLocalTensors(nn.Linear):
@@ -98,8 +104,17 @@ def test_a_rank_holds_a_contiguous_block_of_experts():
 def _refusals() -> None:
     with pytest.raises(ValueError, match="2 experts do not divide over 4 expert-parallel ranks"):
         parallelize_expert_parallel(Experts(2), _experts_mesh(replicate=4, expert=4))
-    with pytest.raises(ValueError, match="ep_shard = 2"):
-        parallelize_expert_parallel(Experts(4), _experts_mesh(replicate=1, shard=4, expert=2))
+    dense = DistContext.launch(MeshConfig(replicate=2, shard=2), "cpu").mesh("dense")["dp_replicate", "dp_cp_shard"]
+    with pytest.raises(ValueError, match="takes a mesh of one dim"):
+        parallelize_fsdp(nn.Linear(2, 2), dense)
+    with pytest.raises(ValueError, match="two dims, 'dp_replicate' last"):
+        parallelize_hsdp(nn.Linear(2, 2), dense, shard_dim="dp_replicate")
+    sharded = nn.Linear(2, 2)
+    parallelize_fsdp(sharded, dense["dp_cp_shard"])
+    with pytest.raises(ValueError, match="FSDPLinear is a unit of fully_shard already"):
+        parallelize_fsdp(sharded, dense["dp_cp_shard"])
+    with pytest.raises(ValueError, match="fully_shard sums the gradient"):
+        GradientSync([list(sharded.parameters())])
     with pytest.raises(TypeError, match="Linear cannot be expert-parallel"):
         parallelize_expert_parallel(nn.Linear(2, 2), _experts_mesh(replicate=4))
     with pytest.raises(ValueError, match=r"dims \('ep_replicate', 'ep_shard', 'ep'\), got \('dp_replicate',\)"):

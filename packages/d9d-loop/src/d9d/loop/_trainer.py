@@ -11,7 +11,7 @@ from torch import nn
 
 from d9d.ckpt import JobCheckpoints
 from d9d.mesh import DistContext, materialize
-from d9d.parallel import GradientSync, StageInfo, global_norm, scale_and_clip_
+from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_
 
 from ._batch_sum import sum_losses
 from ._config import TrainerConfig
@@ -58,7 +58,8 @@ class Trainer:
         self.module = _build(config, ctx, provider)
         self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
         grad_dtype = torch.promote_types(getattr(torch, config.dtype), torch.float32)
-        self.sync = GradientSync([self.parameters], grad_dtype=grad_dtype)
+        synced = [parameter for parameter in self.parameters if not is_fully_sharded(parameter)]
+        self.sync = GradientSync([synced], grad_dtype=grad_dtype)
         self.optimizer = config.optimizer.build(self.module.named_parameters())
         self.metrics = task.metrics()
         self.flops_per_token = None if config.sequence is None else provider.flops_per_token(config.sequence)
@@ -97,6 +98,7 @@ class Trainer:
         """
         microbatches = list(self.batches.step(self.step))
         losses = []
+        self.module.zero_grad()
         for index, batch in enumerate(microbatches):
             with self.sync.microbatch(0, last=index == len(microbatches) - 1):
                 inputs, shared = self.task.inputs(to_device(batch, self.ctx.device))

@@ -3,6 +3,7 @@
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import register_pytree_node
 
 from d9d.attn import AttentionMask
 from d9d.parallel import LossSum
@@ -36,6 +37,15 @@ class CausalLMOutput:
 
     logits: Tensor | None = None
     """(B, S, vocabulary)."""
+
+
+# `fully_shard` and others look for tensors in what a module returns.
+register_pytree_node(
+    CausalLMOutput,
+    lambda output: ([output.loss, output.logits], None),
+    lambda values, _: CausalLMOutput(**dict(zip(("loss", "logits"), values))),
+    serialized_type_name="d9d.models.CausalLMOutput",
+)
 
 
 class TokenEmbedding(nn.Embedding):

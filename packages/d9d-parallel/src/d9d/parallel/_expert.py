@@ -50,11 +50,10 @@ def parallelize_expert_parallel(
         split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
     else:
         split = Layout(mesh["ep"], (Shard(0),), (Shard(0),))
-    lay_out(moe, lambda parameter: split if parameter in experts else None)
+    split_experts = lay_out(moe, lambda parameter: split if parameter in experts else None)
     if ep_shard > 1:
         fsdp_mesh = mesh["ep_replicate", "ep_shard"] if ep_replicate > 1 else mesh["ep_shard"]
-        experts = set(moe.expert_parameters())
-        for owner in moe.modules():
-            if not experts.isdisjoint(owner.parameters(recurse=False)):
-                shard_further(owner, experts, fsdp_mesh, policy or ShardPolicy())
+        for owner in list(moe.modules()):
+            if not split_experts.isdisjoint(owner.parameters(recurse=False)):
+                shard_further(owner, split_experts, fsdp_mesh, policy or ShardPolicy())
     moe.set_expert_group(mesh.get_group("ep"))

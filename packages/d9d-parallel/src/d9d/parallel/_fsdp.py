@@ -120,8 +120,8 @@ def _fully_shard(
 ) -> None:
     for module in unit:
         if isinstance(module, FSDPModule):
-            # torch takes it without a word, and then reduces the gradients of the first unit wrongly.
-            raise ValueError(
+            # torch takes it without a word.
+            raise ValueError(  # noqa: TRY004 - the type is right, the state is not
                 f"{type(module).__name__} is a unit of fully_shard already: shard modules within or around it"
             )
     fully_shard(

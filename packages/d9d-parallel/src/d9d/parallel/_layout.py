@@ -22,7 +22,7 @@ class Layout:
     """What backward leaves on each mesh dim: Partial where ranks hold addends, else as the parameter."""
 
 
-def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None]) -> None:
+def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None]) -> set[nn.Parameter]:
     """Replace parameters of a module by DTensors, of which the module's own code sees the local tensors.
 
     ``module.weight`` becomes a property that gives the local tensor, whoever reads it; ``parameters()``,
@@ -34,6 +34,9 @@ def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None
     Args:
         module: Changed in place.
         layout_of: The layout of a parameter; ``None`` leaves it alone.
+
+    Returns:
+        The new parameters.
     """
     new: dict[nn.Parameter, nn.Parameter] = {}
     layouts: dict[nn.Parameter, Layout] = {}
@@ -50,6 +53,7 @@ def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None
         if views:
             # mypy takes nn.Module's __hash__ for that of its class
             owner.__class__ = _with_local_views(type(owner), frozenset(views.items()))  # type: ignore[arg-type]
+    return set(new.values())
 
 
 def is_laid_out(parameter: nn.Parameter) -> bool:

@@ -1,27 +1,51 @@
 """How a Qwen3-MoE lies on the meshes of a job."""
 
+from collections.abc import Sequence
+
+from torch import nn
+
 from d9d.mesh import DistContext
-from d9d.parallel import parallelize_expert_parallel, parallelize_replicate
+from d9d.parallel import (
+    ShardPolicy,
+    parallelize_expert_parallel,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    parallelize_replicate,
+)
 
 from ._model import Qwen3MoEForCausalLM
 
 
-def parallelize_qwen3_moe(model: Qwen3MoEForCausalLM, context: DistContext) -> None:
-    """Split the experts over ``ep`` and hold everything else on every data rank.
+def parallelize_qwen3_moe(
+    model: Qwen3MoEForCausalLM, context: DistContext, *, policy: ShardPolicy | None = None
+) -> None:
+    """Split the experts over ``ep``, and hold everything else on every data rank or shard it.
+
+    With ``mesh.shard`` every layer is one unit of `fully_shard`, and what is outside of the layers another.
 
     Args:
         model: Changed in place; may be on ``meta``.
         context: Degrees and meshes of the job.
+        policy: For ``mesh.shard``.
 
     Raises:
         ValueError: The job has degrees that this layout does not serve, or its ``expert`` does not divide the experts.
     """
     config = context.config
-    degrees = {"pipeline": config.pipeline, "shard": config.shard, "context": config.context, "tensor": config.tensor}
+    degrees = {"pipeline": config.pipeline, "context": config.context, "tensor": config.tensor}
     if unserved := [f"mesh.{name} = {degree}" for name, degree in degrees.items() if degree > 1]:
-        raise ValueError(f"{', '.join(unserved)}: only replicate and expert can be larger than 1 for Qwen3-MoE so far")
-    experts = context.mesh("expert")["ep_replicate", "ep_shard", "ep"]
+        raise ValueError(f"{', '.join(unserved)}: Qwen3-MoE is laid out over replicate, shard and expert so far")
     if config.expert > 1:
+        experts = context.mesh("expert")["ep_replicate", "ep_shard", "ep"]
         for layer in model.decoder_layers():
-            parallelize_expert_parallel(layer.moe, experts)
-    parallelize_replicate(model, context.mesh("dense")["dp_replicate", "dp_cp_shard"])
+            parallelize_expert_parallel(layer.moe, experts, policy=policy)
+    dense = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
+    if config.shard == 1:
+        parallelize_replicate(model, dense)
+        return
+    units: Sequence[nn.Module] = [*model.decoder_layers(), model]
+    for unit in units:
+        if config.replicate == 1:
+            parallelize_fsdp(unit, dense["dp_cp_shard"], policy=policy)
+        else:
+            parallelize_hsdp(unit, dense, shard_dim="dp_cp_shard", policy=policy)
