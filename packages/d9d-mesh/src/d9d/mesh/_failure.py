@@ -12,7 +12,7 @@ import traceback
 
 from torch.distributed import Store
 
-_KEY = "d9d/failure"
+_KEY = "failure"
 _POLL_SECONDS = 0.5
 # How long a failing rank that hosts the store stays, so that the others can read it.
 _LINGER_SECONDS = 2.0

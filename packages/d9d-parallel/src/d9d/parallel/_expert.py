@@ -2,7 +2,7 @@
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ._layout import Layout, lay_out
 from ._protocols import SupportsExpertParallel
@@ -25,7 +25,8 @@ def parallelize_expert_parallel(moe: SupportsExpertParallel, mesh: DeviceMesh) -
 
     Raises:
         TypeError: ``moe`` is not a module with `SupportsExpertParallel`.
-        ValueError: The mesh has other dims, shards experts further, or its ``ep`` does not divide the experts.
+        ValueError: The mesh has other dims, shards experts further, or its ``ep`` does not divide the experts; or
+            the experts are laid out already.
     """
     if not isinstance(moe, nn.Module) or not isinstance(moe, SupportsExpertParallel):
         raise TypeError(
@@ -45,7 +46,12 @@ def parallelize_expert_parallel(moe: SupportsExpertParallel, mesh: DeviceMesh) -
             f"{moe.num_experts} experts do not divide over {ep} expert-parallel ranks: "
             f"choose mesh.expert so that it divides {moe.num_experts}"
         )
-    split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
     experts = set(moe.expert_parameters())
+    if not experts <= set(moe.parameters()) or any(isinstance(parameter, DTensor) for parameter in experts):
+        raise ValueError(
+            f"the experts of {type(moe).__name__} are laid out already: call parallelize_expert_parallel once, and "
+            "before parallelize_replicate"
+        )
+    split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
     lay_out(moe, lambda parameter: split if parameter in experts else None)
     moe.set_expert_group(mesh.get_group("ep"))

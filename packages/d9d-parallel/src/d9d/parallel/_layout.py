@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 _GRAD_PLACEMENTS = "_d9d_grad_placements"
+_LAID_OUT_AS = "_d9d_laid_out_as"
 
 
 @attrs.frozen
@@ -29,22 +30,25 @@ def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None
     ``state_dict()`` and optimizers see the DTensor. Nothing is swapped around a forward call, so a failed one leaves
     nothing behind, and a recomputed block sees what it saw the first time.
 
-    Values come from the first rank of each mesh dim. A parameter that several modules share stays shared.
+    Values come from the first rank of each mesh dim. A parameter that several modules share stays shared, also if
+    they are laid out in several calls.
 
     Args:
         module: Changed in place.
         layout_of: The layout of a parameter; ``None`` leaves it alone.
     """
-    new: dict[nn.Parameter, nn.Parameter] = {}
     for owner in list(module.modules()):
         views: dict[str, tuple[Placement, ...]] = {}
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in new:
+            # The old parameter remembers: a module of a later call may still hold it.
+            distributed: nn.Parameter | None = vars(parameter).get(_LAID_OUT_AS)
+            if distributed is None:
                 if (layout := layout_of(parameter)) is None:
                     continue
-                new[parameter] = _distribute(parameter, layout)
-            setattr(owner, name, new[parameter])
-            views[name] = vars(new[parameter])[_GRAD_PLACEMENTS]
+                distributed = _distribute(parameter, layout)
+                setattr(parameter, _LAID_OUT_AS, distributed)
+            setattr(owner, name, distributed)
+            views[name] = vars(distributed)[_GRAD_PLACEMENTS]
         if views:
             # mypy takes nn.Module's __hash__ for that of its class
             owner.__class__ = _with_local_views(type(owner), frozenset(views.items()))  # type: ignore[arg-type]
@@ -73,7 +77,9 @@ def _with_local_views(base: type[nn.Module], views: frozenset[tuple[str, tuple[P
 
 def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Module], Tensor | None]:
     def local(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]  # noqa: SLF001 - where nn.Module keeps what this property hides
+        if name not in module._parameters:  # noqa: SLF001 - where nn.Module keeps what this property hides
+            raise AttributeError(name)  # it was deleted: nn.Module goes on to look elsewhere
+        parameter = module._parameters[name]  # noqa: SLF001
         if not isinstance(parameter, DTensor):
             return parameter
         view: Tensor = parameter.to_local(grad_placements=placements)

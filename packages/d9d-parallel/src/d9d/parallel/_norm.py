@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
 
 import attrs
 import torch
@@ -122,7 +123,9 @@ def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
     held = [t for t in tensors if t.numel()]
     if not held:
         return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    norms = torch.stack(torch._foreach_norm(held, norm_type)).to(torch.float64)  # noqa: SLF001
+    # The norm of a half-precision tensor would be rounded to its dtype.
+    dtype = reduce(torch.promote_types, {t.dtype for t in held}, torch.float32)
+    norms = torch.stack(torch._foreach_norm(held, norm_type, dtype=dtype)).to(torch.float64)  # noqa: SLF001
     if math.isinf(norm_type):
         # A maximum over ranks may lose a NaN.
         return norms.nan_to_num(nan=math.inf, posinf=math.inf).max()
