@@ -66,6 +66,7 @@ class FailureWatch:
                 if self._done.wait(_LINGER_SECONDS):
                     return
                 sys.stderr.write(f"rank {self._rank} leaves because the store of the job is gone: {lost}\n")
+            sys.stdout.flush()
             sys.stderr.flush()
             # The main thread may never come back from its collective: no exception can reach it.
             os._exit(1)
