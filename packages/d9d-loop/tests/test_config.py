@@ -214,6 +214,7 @@ def test_help_lists_every_field_with_type_default_and_docstring():
         "    What is written on it.",
         "--wheels.count int (default: 6)",
         "--wheels.size [float, float] (default: [1.0, 2.0])",
+        "--wheels.spare bool (default: true)",
         "--colour 'red' | 'blue' (default: red)",
         "--limit float | none (default: 1.0)",
         "  --engine.volts int (default: 48)",
