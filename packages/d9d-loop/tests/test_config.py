@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 import attrs
 import pytest
 from cattrs.errors import ClassValidationError
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.loop.config import Choice, ConfigError, from_command_line, help_text, load
@@ -153,6 +153,7 @@ def test_a_missing_file_and_a_broken_file(tmp_path):
     assert "cannot be read: Is a directory" in problem
 
 
+@settings(deadline=None)
 @given(st.one_of(st.integers(-(2**53), 2**53), st.floats(allow_nan=False), st.booleans(), st.text()))
 def test_a_scalar_is_taken_by_its_own_type_only(value):
     takers = {bool: {"as_bool"}, int: {"as_int", "as_float"}, float: {"as_float"}, str: {"as_str"}}[type(value)]
@@ -164,6 +165,7 @@ def test_a_scalar_is_taken_by_its_own_type_only(value):
                 strict_converter().structure({field: value}, Scalars)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_command_line_value_that_is_no_toml_literal_is_a_string(text):
     car = load(Car, None, ["--name", f"/{text}"])
