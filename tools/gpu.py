@@ -6,7 +6,9 @@ Packages are taken from their source folders. Pure-Python wheels that the machin
     python3 tools/gpu.py test bench            # on the GPU machine
 """
 
+import functools
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -36,12 +38,18 @@ def test() -> None:
 
 def bench() -> None:
     """Train the card on one GPU, and on all of them."""
-    _python(EXAMPLE, "--config", CARD, "--trainer.directory", tempfile.mkdtemp())
+    _train(EXAMPLE)
     gpus = int(_output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())"))
     if gpus > 1:
         launch = ("-m", "torch.distributed.run", "--nproc-per-node", str(gpus))
         mesh = ("--mesh.replicate", str(gpus), "--mesh.expert", str(gpus))
-        _python(*launch, EXAMPLE, "--config", CARD, "--trainer.directory", tempfile.mkdtemp(), *mesh)
+        _train(*launch, EXAMPLE, *mesh)
+
+
+def _train(*arguments: str) -> None:
+    """Train the card in a directory that is removed: its checkpoint has tens of gigabytes."""
+    with tempfile.TemporaryDirectory() as directory:
+        _python(*arguments, "--config", CARD, "--trainer.directory", directory)
 
 
 def _python(*arguments: str) -> None:
@@ -53,10 +61,12 @@ def _python(*arguments: str) -> None:
     _codes.append(subprocess.run(command, cwd=ROOT, env=os.environ | {"PYTHONPATH": path}, check=False).returncode)
 
 
+@functools.cache
 def _unpacked() -> Path:
-    site = Path(tempfile.gettempdir()) / "d9d-gpu-site"
-    found = sorted(map(str, WHEELS.glob("*.whl")))
-    if found and not site.exists():
+    """Where the wheels are unpacked; anew in each process, since they may have changed."""
+    site = WHEELS / "unpacked"
+    if found := sorted(map(str, WHEELS.glob("*.whl"))):
+        shutil.rmtree(site, ignore_errors=True)
         pip = (sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--target", str(site))
         _run(*pip, *found)
     return site

@@ -55,14 +55,19 @@ class PretrainConfig:
     held_out_bytes: int = 200_000
     """About how much text is held out, in whole files."""
 
-    device: str | None = None
-    """"cpu" or "cuda"; none: CUDA where there is any."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Where to train; none: CUDA where there is any."""
 
     export: bool = True
     """Whether to write the trained model for Hugging Face's transformers, into the directory of the run."""
 
     compare: bool = True
     """Whether to compare with an order-2 model of bytes; the exit code is 1 if training does not beat it."""
+
+    def __attrs_post_init__(self) -> None:
+        """Refuse a model without a token for every byte."""
+        if self.model.vocab_size < 256:
+            raise ValueError(f"model.vocab_size={self.model.vocab_size!r}: there are 256 bytes, give at least as many")
 
     @property
     def sequence(self) -> int:

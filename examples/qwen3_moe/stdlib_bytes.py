@@ -30,9 +30,16 @@ class ByteWindows:
     Args:
         files: Contents.
         sequence: Largest number of predictions in a window.
+
+    Raises:
+        ValueError: If no file has two bytes.
     """
 
     def __init__(self, files: Sequence[bytes], sequence: int) -> None:
+        if all(len(content) < 2 for content in files):
+            raise ValueError(
+                f"{len(files)} files without any sample; one of at least two bytes is needed (held_out_bytes?)"
+            )
         self._text = torch.frombuffer(bytearray(b"".join(files)), dtype=torch.uint8)
         self._windows: list[tuple[int, int]] = []
         start = 0

@@ -171,6 +171,16 @@ def test_a_mask_is_worked_out_once_per_shape():
     ]
 
 
+@pytest.mark.parametrize("backend", [EAGER, TORCH])
+def test_a_mask_of_an_evaluation_serves_training(backend):
+    mask = AttentionMask(window=2)
+    q = torch.randn(1, 4, 2, 8, requires_grad=True)
+    with torch.inference_mode():
+        backend(q, q, q, mask, scale=1.0)
+    backend(q, q, q, mask, scale=1.0).sum().backward()
+    assert q.grad.isfinite().all()
+
+
 def test_bad_masks_say_what_is_wrong():
     with pytest.raises(ValueError, match="window must be at least 1 or None, found 0"):
         AttentionMask(window=0)

@@ -64,3 +64,15 @@ def test_wrong_tensors_and_gaps_are_refused(tmp_path):
         writer.write("a", torch.zeros(2))
     with pytest.raises(ValueError, match="complex128, which safetensors files cannot hold"):
         TensorFileWriter(tmp_path / "3", {"a": TensorSpec([2], torch.complex128)})
+    with pytest.raises(ValueError, match="cannot be called '__metadata__'"):
+        TensorFileWriter(tmp_path / "4", {"__metadata__": TensorSpec([2], torch.float32)})
+
+
+def test_lazy_conjugates_are_written_as_they_read(tmp_path):
+    tensors = {
+        "c": torch.randn(3, dtype=torch.complex64).conj(),
+        "n": torch.randn(3, dtype=torch.complex64).conj().imag,
+    }
+    write(tmp_path / "w", tensors)
+    found = load_file(tmp_path / "w")
+    assert all(torch.equal(found[name], tensor) for name, tensor in tensors.items())

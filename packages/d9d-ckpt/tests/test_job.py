@@ -120,6 +120,13 @@ def break_file(path):
     path.write_bytes(path.read_bytes()[:-1])
 
 
+def edit_chunk(directory, **changes):
+    manifest = directory / "manifest.json"
+    document = json.loads(manifest.read_text())
+    document["tensors"]["w"]["chunks"][0] |= changes
+    manifest.write_text(json.dumps(document))
+
+
 @pytest.mark.parametrize(
     ("damage", "message"),
     [
@@ -128,6 +135,8 @@ def break_file(path):
         (lambda d: (d / "manifest.json").unlink(), "No such file"),
         (lambda d: break_file(d / "manifest.json"), "Expecting"),
         (lambda d: (d / "manifest.json").write_text("[]"), "manifest is damaged"),
+        (lambda d: edit_chunk(d, shape=[2]), "the chunks of 'w' are not all of [3] float32"),
+        (lambda d: edit_chunk(d, offset=[1]), "the chunks of 'w' are not all of [3] float32"),
     ],
 )
 def test_broken_ones_are_skipped_said_and_replaced(tmp_path, caplog, damage, message):  # case 33
@@ -185,6 +194,37 @@ def test_newer_formats_are_neither_read_nor_removed(tmp_path):
     manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
     with pytest.raises(UnknownFormatError, match="'version': 2"):
         checkpoints.latest()
+
+
+def test_a_save_leaves_newer_formats_alone(tmp_path):
+    checkpoints = JobCheckpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    save(checkpoints, 2)
+    save(checkpoints, 3)
+    assert steps(tmp_path) == ["step-00000001", "step-00000003"]
+
+
+def test_a_save_gets_along_with_what_others_left(tmp_path):
+    checkpoints = JobCheckpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    (tmp_path / ".step-00000001.partial" / "full").mkdir(parents=True)
+    (tmp_path / "step-00000002").write_text("a file")
+    save(checkpoints, 3)
+    assert steps(tmp_path) == ["step-00000002", "step-00000003"]
+
+
+def test_a_chunk_of_another_shape_is_damaged(tmp_path):
+    checkpoints = JobCheckpoints(tmp_path)
+    save(checkpoints, 1, {"w": torch.zeros(1, 3)})
+    manifest = tmp_path / "step-00000001" / "manifest.json"
+    edit_chunk(tmp_path / "step-00000001", shape=[3, 1])
+    document = json.loads(manifest.read_text())
+    document["tensors"]["w"]["shape"] = [3, 1]
+    manifest.write_text(json.dumps(document))
+    with pytest.raises(ValueError, match=r"'w' is damaged: .* the shape \[1, 3\]"):
+        checkpoints.latest().load({"w": torch.zeros(3, 1)})
 
 
 def test_exports_from_a_job_checkpoint(tmp_path):

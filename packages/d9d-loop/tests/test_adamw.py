@@ -177,3 +177,18 @@ def test_dtensors_on_two_dims_uneven_and_plain_parameters_mixed():
         assert difference < 1e-12
         assert layouts_follow
         assert "the gradient of 'a.weight' is laid out as" in refused
+
+
+def test_two_parameters_of_one_name_are_refused():  # one would be missing from every checkpoint
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    with pytest.raises(ValueError, match="two parameters called 'w'"):
+        AdamW([("w", parameter) for parameter in parameters])
+    with pytest.raises(ValueError, match="two parameters called 'w'"):
+        AdamW([{"params": [("w", parameter)]} for parameter in parameters])
+
+
+def test_betas_outside_of_their_range_are_refused():
+    with pytest.raises(ValueError, match=r"betas=\(0.9, 1.0\)"):
+        AdamW([("w", nn.Parameter(torch.zeros(2)))], betas=(0.9, 1.0))
+    with pytest.raises(ValueError, match="'betas' must be < 1.0"):
+        AdamWConfig(betas=(1.0, 0.9))

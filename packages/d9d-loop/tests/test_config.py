@@ -4,7 +4,7 @@ from typing import ClassVar, Literal
 import attrs
 import pytest
 from cattrs.errors import ClassValidationError
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.loop.config import Choice, ConfigError, from_command_line, help_text, load
@@ -96,8 +96,8 @@ def test_another_kind_drops_the_default_instance():
 @pytest.mark.parametrize(
     ("override", "problem"),
     [
-        ("--wheels.spare='false'", "wheels.spare: expected bool, found 'false' (str)"),
-        ("--wheels.spare=1", "wheels.spare: expected bool, found 1 (int)"),
+        ("--wheels.spare='false'", "wheels.spare: expected bool, found 'false' (str); write true or false"),
+        ("--wheels.spare=1", "wheels.spare: expected bool, found 1 (int); write true or false"),
         ("--wheels.count=3.9", "wheels.count: expected int, found 3.9 (float)"),
         ("--wheels.count=true", "wheels.count: expected int, found True (bool)"),
         ("--limit=true", "limit: expected float, found True (bool)"),
@@ -122,6 +122,8 @@ def test_another_kind_drops_the_default_instance():
             ),
         ),
         ("--name=12", "name: expected str, found 12 (int); quote it to make it a str: '\"12\"'"),
+        ("--path=700", "path: expected Path, found 700 (int); quote it to make it a str: '\"700\"'"),
+        ("--wheels.spare=False", "wheels.spare: expected bool, found 'False' (str); write true or false"),
         ("wheels=4", "'wheels=4' is not an override; write --path.of.field value"),
         ("--wheels..count=4", "'--wheels..count=4' is not an override; write --path.of.field value"),
         ("--wheels", "--wheels has no value; write --wheels value"),
@@ -144,8 +146,14 @@ def test_a_missing_file_and_a_broken_file(tmp_path):
     (tmp_path / "broken.toml").write_text("a = = 3")
     (problem,) = problems(file=tmp_path / "broken.toml")
     assert "broken.toml' is not TOML" in problem
+    (tmp_path / "binary.toml").write_bytes(b"\xff\xfe")
+    (problem,) = problems(file=tmp_path / "binary.toml")
+    assert "binary.toml' is not TOML" in problem
+    (problem,) = problems(file=tmp_path)
+    assert "cannot be read: Is a directory" in problem
 
 
+@settings(deadline=None)
 @given(st.one_of(st.integers(-(2**53), 2**53), st.floats(allow_nan=False), st.booleans(), st.text()))
 def test_a_scalar_is_taken_by_its_own_type_only(value):
     takers = {bool: {"as_bool"}, int: {"as_int", "as_float"}, float: {"as_float"}, str: {"as_str"}}[type(value)]
@@ -157,6 +165,7 @@ def test_a_scalar_is_taken_by_its_own_type_only(value):
                 strict_converter().structure({field: value}, Scalars)
 
 
+@settings(deadline=None)
 @given(st.text())
 def test_any_command_line_value_that_is_no_toml_literal_is_a_string(text):
     car = load(Car, None, ["--name", f"/{text}"])
@@ -207,6 +216,7 @@ def test_help_lists_every_field_with_type_default_and_docstring():
         "    What is written on it.",
         "--wheels.count int (default: 6)",
         "--wheels.size [float, float] (default: [1.0, 2.0])",
+        "--wheels.spare bool (default: true)",
         "--colour 'red' | 'blue' (default: red)",
         "--limit float | none (default: 1.0)",
         "  --engine.volts int (default: 48)",

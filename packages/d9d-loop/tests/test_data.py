@@ -1,12 +1,13 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.loop.data import Batches, SampleOrder
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 300), seed=st.integers(0, 2**63), epoch=st.integers(0, 10**6))
 def test_an_epoch_is_a_permutation(length, seed, epoch):
     order = SampleOrder(length=length, seed=seed)
@@ -47,6 +48,7 @@ def batches(*, length=100, global_batch=8, microbatch=2, rank=0, ranks=1):
     )
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(1, 60),
     ranks=st.integers(1, 8),
@@ -66,6 +68,7 @@ def test_a_step_holds_the_same_samples_in_the_same_order_in_every_layout(length,
     assert tuple(parts) == whole
 
 
+@settings(deadline=None)
 @given(length=st.integers(1, 40), global_batch=st.integers(1, 12))
 def test_a_batch_that_crosses_an_epoch_takes_its_rest_from_the_next(length, global_batch):
     source = batches(length=length, global_batch=global_batch, microbatch=1)

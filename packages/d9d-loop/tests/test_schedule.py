@@ -4,7 +4,7 @@ from typing import ClassVar
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from d9d.loop.config import ConfigError, load
@@ -16,6 +16,7 @@ class Run:
     schedule: Schedule = attrs.field(default=CosineSchedule(warmup=2))
 
 
+@settings(deadline=None)
 @given(warmup=st.integers(0, 50), steps=st.integers(1, 200), final=st.floats(0, 1))
 def test_rates_rise_to_one_then_fall_towards_the_final_one(warmup, steps, final):
     for schedule in (

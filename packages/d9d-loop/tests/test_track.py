@@ -7,7 +7,7 @@ from typing import ClassVar
 import attrs
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from rich.console import Console
 
@@ -28,6 +28,7 @@ def read(file):
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 
+@settings(deadline=None)
 @given(st.floats())
 def test_floats_come_back_bit_equal(tmp_path_factory, value):
     file = tmp_path_factory.mktemp("log") / "log.jsonl"

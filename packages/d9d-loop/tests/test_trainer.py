@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
+from d9d.loop._state import _restore_random_state
 from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
@@ -377,6 +378,81 @@ def refused_degrees():
                 trainer(ctx, config("unused"))
             found.append(str(caught.value))
     return found
+
+
+def build(ctx, directory, *, model=TinyLM, task=None, **changes):
+    """A trainer of a model that differs from `TinyLM`, or with another task."""
+
+    class Provider(TinyProvider):
+        def build(self, stage):
+            return model(0.0)
+
+    return Trainer(
+        config(directory, **changes),
+        ctx=ctx,
+        provider=Provider(),
+        task=task or TinyTask(),
+        dataset=samples([1, 7, 3]),
+        collate=collate,
+    )
+
+
+def test_a_metric_that_is_new_starts_empty(ctx, tmp_path):
+    class MoreMetrics(TinyTask):
+        def metrics(self):
+            return {**super().metrics(), "more": WeightedMean()}
+
+    build(ctx, tmp_path, steps=2).run()
+    resumed = build(ctx, tmp_path, steps=4, task=MoreMetrics())
+    assert resumed.step == 2
+
+
+def test_a_metric_may_not_take_the_name_of_a_number_of_the_log(ctx, tmp_path):
+    class Hiding(TinyTask):
+        def metrics(self):
+            return {"loss": self.accuracy}
+
+    with pytest.raises(ValueError, match=r"metrics called \['loss'\]"):
+        build(ctx, tmp_path, task=Hiding())
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_step(ctx, tmp_path):
+    class Extra(TinyLM):
+        def get_extra_state(self):
+            return {"calls": 1}
+
+        def set_extra_state(self, state):
+            pass
+
+    with pytest.raises(TypeError, match="'_extra_state' is a dict"):
+        build(ctx, tmp_path, model=Extra)
+
+
+class TiedLM(TinyLM):
+    def __init__(self, dropout):
+        super().__init__(dropout)
+        self.hidden = nn.Linear(8, 8)
+        self.head.weight = self.embed.weight
+
+
+def test_a_tied_weight_is_saved_once_and_comes_back(ctx, tmp_path):  # case 17
+    run = build(ctx, tmp_path, model=TiedLM)
+    run.run()
+    resumed = build(ctx, tmp_path, model=TiedLM)
+    saved = list(resumed.checkpoints.latest().source)
+    assert [name for name in saved if name.startswith("model.")] == [
+        "model.embed.weight",
+        "model.head.bias",
+        "model.hidden.bias",
+        "model.hidden.weight",
+    ]
+    assert all(map(torch.equal, weights(run).values(), weights(resumed).values()))
+    assert torch.equal(resumed.module.head.weight, resumed.module.embed.weight)
+
+
+def test_random_state_of_a_kind_of_device_that_was_not_there_is_left(ctx):
+    with torch.random.fork_rng():
+        _restore_random_state({"random.cpu": torch.get_rng_state()}, torch.device("cuda"))
 
 
 def test_degrees_that_the_trainer_cannot_use_are_refused():

@@ -41,9 +41,11 @@ def test_ragged_tensors_empty_ones_included(dtype):
 
 
 def _unlike() -> str:
-    shape = (2, 3) if dist.get_rank() else (2, 4)
-    with pytest.raises(ValueError, match="differ in dim 0 only") as caught:
-        all_gather_ragged(torch.ones(shape))
+    rank = dist.get_rank()
+    with pytest.raises(ValueError, match="have a dim 0 and differ in no other"):
+        all_gather_ragged(torch.ones(()) if rank else torch.ones(2))
+    with pytest.raises(ValueError, match="have a dim 0 and differ in no other") as caught:
+        all_gather_ragged(torch.ones((2, 3) if rank else (2, 4)))
     return str(caught.value)
 
 

@@ -132,7 +132,7 @@ FAILING = """
 )
 def test_an_exception_on_one_rank_ends_all_ranks_with_its_traceback(where, rank, cause):
     ranks = _start(2, FAILING.format(where=where, rank=rank))
-    outputs = [process.communicate(timeout=45)[0] for process in ranks]
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
     assert all(process.returncode for process in ranks), outputs
     for output in outputs:
         assert cause in output
@@ -169,3 +169,38 @@ def test_a_failure_of_another_rank_in_main_process_first_is_its_own():
     with pytest.raises(WorldError, match="only here") as caught:
         run_world(2, _raise_in_main_first)
     assert caught.value.rank == 1
+
+
+LEAVING = """
+    import sys, time
+    import torch.distributed as dist
+    from d9d.mesh import DistContext, MeshConfig
+
+    with DistContext.launch(MeshConfig(replicate=-1), "cpu") as context:
+        dist.barrier()
+    with DistContext.launch(MeshConfig(replicate=-1), "cpu") as context:
+        dist.barrier()
+        time.sleep(1.5 * context.rank)
+        print("leaves")
+        sys.exit(0)
+"""
+
+
+def test_ranks_may_launch_again_and_leave_by_a_successful_exit():
+    ranks = _start(2, LEAVING)
+    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    assert [process.returncode for process in ranks] == [0, 0], outputs
+    assert all("leaves" in output and "SystemExit" not in output for output in outputs)
+
+
+def test_a_launch_that_fails_leaves_no_process_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+
+    def broken(self, name, dims):
+        raise OSError("no mesh")
+
+    monkeypatch.setattr(DistContext, "add_domain", broken)
+    with pytest.raises(OSError, match="no mesh"):
+        DistContext.launch(MeshConfig(), "cpu")
+    assert not dist.is_initialized()

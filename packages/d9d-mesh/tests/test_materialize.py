@@ -87,3 +87,23 @@ def test_a_module_that_cannot_initialize_itself_is_refused_before_anything_chang
     with pytest.raises(TypeError, match=r"cannot initialize 1 \(Bare\).*reset_parameters"):
         materialize(module, device=torch.device("cpu"), seed=0)
     assert module[0].weight.is_meta
+
+
+class TwoNames(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("count", torch.zeros(3, dtype=torch.int64))
+        self.register_buffer("also", self.count, persistent=False)
+
+    def reset_parameters(self) -> None:
+        self.count.fill_(7)
+
+
+def test_a_buffer_of_several_names_stays_one():
+    with torch.device("meta"):
+        module = nn.ModuleList([TwoNames(), TwoNames()])
+        module[1].count = module[0].count
+    materialize(module, device=torch.device("cpu"), seed=0)
+    assert module[0].also is module[0].count is module[1].count
+    assert module[0].count.tolist() == [7, 7, 7]
+    assert list(module.state_dict()) == ["0.count", "1.count"]

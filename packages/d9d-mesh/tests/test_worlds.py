@@ -1,6 +1,7 @@
 """The world pool, from outside."""
 
 import os
+import signal
 import time
 
 import attrs
@@ -65,6 +66,12 @@ def test_the_failing_rank_is_named_with_its_traceback():
 def test_a_rank_that_dies_is_named():
     with pytest.raises(WorldError, match="rank 0 of 2 in _exit_on died with exit code 3"):
         run_world(2, _exit_on, 0)
+
+
+def test_a_world_that_was_killed_between_tests_is_replaced():
+    os.kill(run_world(2, _pid)[0], signal.SIGKILL)
+    time.sleep(0.2)
+    assert len(run_world(2, _pid)) == 2
 
 
 def test_a_stuck_world_is_killed_and_its_stack_shown():

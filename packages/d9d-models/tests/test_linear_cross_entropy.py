@@ -78,6 +78,39 @@ def test_shapes_that_do_not_go_together_are_refused():
         linear_cross_entropy(torch.ones(2, 3, 4), torch.ones(5, 4), torch.ones(2, dtype=torch.int64))
 
 
+def test_computes_no_gradient_where_none_is_recorded(monkeypatch):
+    def refuse(*_args, **_kwargs):
+        raise AssertionError("a product for a gradient")
+
+    hidden, weight, labels = sample((10,), 8, 4, 0.0)
+    monkeypatch.setattr(torch, "mm", refuse)
+    with torch.no_grad():
+        linear_cross_entropy(hidden, weight, labels)
+    with pytest.raises(AssertionError, match="a product for a gradient"):
+        linear_cross_entropy(hidden, weight, labels)
+
+
+def test_autocast_narrows_nothing():
+    hidden, weight, labels = sample((64,), 50, 32, 0.1, torch.float32)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, labels).sum
+    expected = reference(hidden, weight, labels)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    found, wanted = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_one_token_needs_no_batch():
+    hidden, weight, _ = sample((), 7, 4, 0.0)
+    loss = linear_cross_entropy(hidden, weight, torch.tensor(3))
+    torch.testing.assert_close(loss.sum, reference(hidden[None], weight, torch.tensor([3])))
+
+
+def test_dtypes_that_do_not_go_together_are_refused():
+    with pytest.raises(ValueError, match=r"hidden is torch.bfloat16 and the weight is torch.float32: cast"):
+        linear_cross_entropy(torch.ones(2, 4).bfloat16(), torch.ones(5, 4), torch.ones(2, dtype=torch.int64))
+
+
 @pytest.mark.gpu
 def test_cuda_bf16_against_fp64():
     hidden, weight, labels = sample((4, 500), 3001, 256, 0.1, torch.bfloat16, "cuda")

@@ -1,5 +1,7 @@
 """Experts spread over ranks, against the same layer on one process."""
 
+import copy
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -136,7 +138,15 @@ def check_bf16_rounds_once_per_rank():
     torch.testing.assert_close(out.double(), 4 * x.double(), rtol=dist.get_world_size() * 2**-8, atol=0)
 
 
+def check_a_copy_works_on_the_same_group():
+    layer = make_layer(2)
+    spread(layer)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64)
+    assert torch.equal(copy.deepcopy(layer)(x), layer(x))
+
+
 def all_checks():
+    check_a_copy_works_on_the_same_group()
     check_dispatchers_agree()
     check_layers_agree()
     check_calls_interleave()

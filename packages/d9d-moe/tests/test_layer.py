@@ -96,6 +96,12 @@ def test_output_of_each_token_stays_in_its_place_in_the_batch():
             torch.testing.assert_close(out[b, t], layer(x[b : b + 1, t : t + 1])[0, 0], rtol=1e-12, atol=1e-12)
 
 
+def test_a_token_needs_no_batch():
+    layer = make_layer(4, 2)
+    x = torch.randn(HIDDEN, dtype=torch.float64)
+    torch.testing.assert_close(layer(x), layer(x[None])[0], rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_full_recompute_counts_once_and_chooses_the_same_experts(use_reentrant):
     plain, recomputed = make_layer(5, 2), make_layer(5, 2)

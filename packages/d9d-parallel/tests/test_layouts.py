@@ -126,3 +126,35 @@ def _refusals() -> None:
 
 def test_what_cannot_be_laid_out_is_refused():
     run_world(4, _refusals)
+
+
+class TiedHead(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(4, 3), nn.Linear(3, 4, bias=False)
+        self.head.weight = self.embed.weight
+
+
+def _edges() -> None:
+    mesh = _mesh(replicate=1)
+    tied = TiedHead()
+    parallelize_replicate(tied.embed, mesh)
+    parallelize_replicate(tied, mesh)
+    assert len(list(tied.parameters())) == 1
+    assert tied.head.weight.data_ptr() == tied.embed.weight.data_ptr()
+
+    layer = nn.Linear(2, 2)
+    parallelize_replicate(layer, mesh)
+    del layer.weight
+    assert not hasattr(layer, "weight")
+    layer.register_buffer("weight", torch.ones(2, 2))
+    assert layer.weight.sum() == 4
+
+    moe = Experts(4)
+    parallelize_replicate(moe, mesh)
+    with pytest.raises(ValueError, match="Experts are laid out already.*before parallelize_replicate"):
+        parallelize_expert_parallel(moe, _experts_mesh(replicate=1))
+
+
+def test_calls_in_other_orders_keep_ties_or_are_refused():
+    run_world(1, _edges)

@@ -112,3 +112,13 @@ def test_zero_gradients_stay_zero():
     parameter = _with_gradient(torch.zeros(2))
     scale_and_clip_([parameter], weight=torch.tensor(3), norm=global_norm([parameter]), max_norm=0.0)
     assert parameter.grad.tolist() == [0.0, 0.0]
+
+
+def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():
+    generator = torch.Generator().manual_seed(2)
+    gradients = [torch.randn(1000, generator=generator).bfloat16() for _ in range(5)]
+    parameters = [nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16)) for _ in gradients]
+    for parameter, gradient in zip(parameters, gradients):
+        parameter.grad = gradient
+    expected = torch.cat(gradients).double().norm().item()
+    assert global_norm(parameters).item() == pytest.approx(expected, rel=1e-6)

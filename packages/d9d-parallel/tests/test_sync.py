@@ -1,5 +1,8 @@
 """GradientSync beyond the happy path."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -76,3 +79,41 @@ def _failing_then_good() -> list[float]:
 def test_a_step_after_a_failed_one_starts_from_zero():
     """Case 46."""
     assert run_world(2, _failing_then_good) == [[2.0, 2.0]] * 2
+
+
+def _penalty() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    parallelize_replicate(layer, DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"])
+    sync = GradientSync([list(layer.parameters())])
+    penalty = next(layer.parameters()).full_tensor().square().sum()
+    with pytest.raises(RuntimeError, match=r"is to be \(Partial.*as module.weight"), sync.microbatch(0, last=False):
+        penalty.backward()
+    with sync.microbatch(0, last=True):
+        layer.weight.square().sum().backward()
+    sync.finish()
+
+
+def test_a_gradient_that_is_no_addend_is_refused_and_not_added_twice():
+    run_world(2, _penalty)
+
+
+def test_parameters_that_cannot_be_collected_are_refused():
+    weight = nn.Parameter(torch.ones(2))
+    with pytest.raises(ValueError, match="given twice"):
+        GradientSync([[weight], [weight]])
+    with pytest.raises(ValueError, match="is on meta: materialize"):
+        GradientSync([list(nn.Linear(2, 2, device="meta").parameters())])
+
+
+def test_a_sync_that_is_gone_leaves_its_parameters_to_the_next():
+    weight = nn.Parameter(torch.ones(2))
+    first = GradientSync([[weight]])
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+    second = GradientSync([[weight]])
+    with second.microbatch(0, last=True):
+        weight.sum().backward()
+    second.finish()
+    assert weight.grad.tolist() == [1.0, 1.0]

@@ -97,7 +97,8 @@ class AttentionMask:
         """
         shape = (batch, queries, keys, device)
         if shape not in self._known:
-            with torch.no_grad():
+            # It is kept: made as an inference tensor, it would be refused by a later training step.
+            with torch.inference_mode(mode=False), torch.no_grad():
                 self._known[shape] = self._compute(*shape)
         return self._known[shape]
 

@@ -77,7 +77,7 @@ class TensorFileWriter:
     all are aligned), then by name. Leaving the context without an error makes the file durable.
 
     Raises:
-        ValueError: A spec has a dtype that the format lacks.
+        ValueError: A spec has a dtype that the format lacks, or a name that it keeps for itself.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -85,6 +85,8 @@ class TensorFileWriter:
         self.specs = specs
         self._starts: dict[str, int] = {}
         header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        if not header.keys().isdisjoint(specs):
+            raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
         end = 0
         for name, spec in sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
             if spec.dtype not in DTYPE_NAMES:
@@ -114,7 +116,8 @@ class TensorFileWriter:
         """
         if TensorSpec.of(tensor) != self.specs[name]:
             raise ValueError(f"{name!r} should be {self.specs[name]}, got {TensorSpec.of(tensor)}")
-        tensor = tensor.detach().cpu().contiguous()
+        # conjugates and negatives may be flags on the memory of others
+        tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         view = raw_bytes(tensor)
         self._file.seek(self._base + self._starts[name])
         self._write_all(view)
@@ -122,8 +125,11 @@ class TensorFileWriter:
         return zlib.crc32(view)
 
     def _write_all(self, data: memoryview) -> None:
-        while data:  # a single write stops at 2 GiB
-            data = data[self._file.write(data) :]
+        try:
+            while data:  # a single write stops at 2 GiB
+                data = data[self._file.write(data) :]
+        except OSError as error:  # of a full disk, without the file
+            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def __enter__(self) -> Self:
         return self

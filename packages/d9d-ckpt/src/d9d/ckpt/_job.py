@@ -18,7 +18,7 @@ from ._collective import all_gather, rank_of, together
 from ._job_read import JobCheckpoint
 from ._job_write import write_job_checkpoint
 from ._json import JSON
-from ._manifest import Manifest
+from ._manifest import Manifest, UnknownFormatError
 from ._publish import PARTIAL
 
 UNFINISHED = f".step-*{PARTIAL}"
@@ -110,7 +110,7 @@ class JobCheckpoints:
             if rank_of(self._group) == 0:
                 for path in self._root.glob(UNFINISHED):
                     log.warning("skipping the unfinished checkpoint %s", path)
-                names = [saved.name for saved in itertools.islice(self._complete(warn=True), 1)]
+                names = [saved.name for saved in itertools.islice(self._complete(), 1)]
                 if not names and (broken := [saved.name for saved in self._scan()]):
                     raise ValueError(
                         f"no checkpoint in {str(self._root)!r} is complete, the log says what each lacks: {broken}; "
@@ -123,31 +123,44 @@ class JobCheckpoints:
             return JobCheckpoint(self._root / chosen[0], group=self._group)
 
     def _scan(self) -> list[_Saved]:
-        """What lies in the directory, last first."""
-        names = [path.name for path in self._root.iterdir()] if self._root.is_dir() else []
+        """What lies in the directory, last first; a file of such a name is not ours."""
+        names = [path.name for path in self._root.iterdir() if path.is_dir()] if self._root.is_dir() else []
         return sorted((saved for saved in map(_Saved.parse, names) if saved is not None), reverse=True)
 
-    def _complete(self, *, warn: bool) -> Iterator[_Saved]:
-        """The complete ones, last first."""
+    def _complete(self) -> Iterator[_Saved]:
+        """The complete ones, last first; says which ones it skips."""
         for saved in self._scan():
             try:
                 Manifest.read(self._root / saved.name)
             except (ValueError, OSError) as error:
-                if warn:
-                    log.warning("skipping the broken checkpoint %s: %s", self._root / saved.name, error)
+                log.warning("skipping the broken checkpoint %s: %s", self._root / saved.name, error)
                 continue
             yield saved
 
     def _prune(self, step: int) -> None:
-        """Removes what the checkpoint of `step` makes superfluous."""
+        """Removes what the checkpoint of `step` makes superfluous; what a later version wrote stays."""
         last_try: dict[int, _Saved] = {}
-        for saved in self._complete(warn=False):
-            if saved.step <= step:
-                last_try.setdefault(saved.step, saved)
-        kept = list(last_try.values())[: self._keep]
+        superfluous: list[_Saved] = []
         for saved in self._scan():
-            if saved.step <= step and saved not in kept:
-                # a name of its own first: a kill halfway leaves no broken checkpoint
-                (self._root / saved.name).rename(self._root / f".{saved.name}{PARTIAL}")
+            if saved.step > step:
+                continue
+            try:
+                Manifest.read(self._root / saved.name)
+            except UnknownFormatError:
+                continue
+            except (ValueError, OSError):
+                superfluous.append(saved)
+                continue
+            if saved.step in last_try or len(last_try) == self._keep:
+                superfluous.append(saved)
+            else:
+                last_try[saved.step] = saved
+        self._remove_unfinished()
+        for saved in superfluous:
+            # a name of its own first: a kill halfway leaves no broken checkpoint
+            (self._root / saved.name).rename(self._root / f".{saved.name}{PARTIAL}")
+        self._remove_unfinished()
+
+    def _remove_unfinished(self) -> None:
         for path in self._root.glob(UNFINISHED):
             shutil.rmtree(path)

@@ -61,10 +61,11 @@ class JobSource(Source):
         tensor = self._files[stored.file].tensor(stored.key)
         if (stored.file, stored.key) not in self._verified:
             found = zlib.crc32(raw_bytes(tensor))
-            if found != stored.crc32:
+            if found != stored.crc32 or tensor.shape != stored.region.shape:
                 raise ValueError(
                     f"{stored.region.name!r} is damaged: its data in {str(self._directory / stored.file)!r} "
-                    f"has the checksum {found:#010x}, not {stored.crc32:#010x}"
+                    f"has the checksum {found:#010x} and the shape {list(tensor.shape)}, not {stored.crc32:#010x} and "
+                    f"{list(stored.region.shape)}; remove this checkpoint to go on from an earlier one"
                 )
             self._verified.add((stored.file, stored.key))
         return tensor

@@ -91,6 +91,7 @@ class Manifest:
             manifest = cls._parse(document)
         except (LookupError, TypeError, AttributeError) as error:
             raise ValueError(f"the manifest is damaged: {error!r}") from error
+        _check_coverage(manifest)
         for rank in manifest.ranks:
             found = (directory / rank.file).stat().st_size
             if found != rank.nbytes:
@@ -126,6 +127,19 @@ class Manifest:
 
 class UnknownFormatError(RuntimeError):
     """A checkpoint was written in a version of the format that is not known here."""
+
+
+def _check_coverage(manifest: Manifest) -> None:
+    """Raises a ValueError if chunks leave a part of a tensor out, or lie beyond it."""
+    for name, spec in manifest.specs.items():
+        chunks = [stored.region for stored in manifest.stored[name]]
+        beyond = any(
+            start < 0 or start + length > size
+            for chunk in chunks
+            for start, length, size in zip(chunk.offset, chunk.shape, spec.shape, strict=True)
+        )
+        if beyond or sum(chunk.numel for chunk in chunks) != spec.numel:
+            raise ValueError(f"the manifest is damaged: the chunks of {name!r} are not all of {spec}")
 
 
 def _stored_to_json(stored: Stored) -> dict[str, Any]:

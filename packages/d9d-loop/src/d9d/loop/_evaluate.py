@@ -39,8 +39,10 @@ def evaluate(
         ctx: Of this rank; every rank must call this.
 
     Raises:
-        ValueError: If the data set is empty.
+        ValueError: If the data set is empty, or a microbatch would be.
     """
+    if microbatch < 1:
+        raise ValueError(f"evaluate got microbatch={microbatch!r}; it takes at least one sample at a time")
     if not len(dataset):
         raise ValueError("evaluate got an empty data set; give it at least one sample")
     mesh = ctx.mesh("batch")["dp"]

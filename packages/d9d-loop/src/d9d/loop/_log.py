@@ -14,6 +14,11 @@ from ._batch_sum import sum_over_batch
 from ._protocols import Metric
 from .track import Number, Speedometer, Tracker
 
+OWN_NUMBERS = frozenset(
+    {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "mfu", "memory_gib"}
+)
+"""What a line holds whatever the task; metrics have other names."""
+
 
 @attrs.frozen(kw_only=True)
 class StepResult:

@@ -31,6 +31,14 @@ class RunState:
     identity: Mapping[str, JSON]
     """What must not change within a run, such as the seed: a checkpoint of another value is refused."""
 
+    def __attrs_post_init__(self) -> None:
+        """Look at the state once, before the first step.
+
+        Raises:
+            TypeError: If an entry of the module's state is no tensor.
+        """
+        self._tensors()
+
     def save(self, checkpoints: JobCheckpoints, step: int, *, tokens: int) -> None:
         """Save everything after a step; collective.
 
@@ -49,7 +57,8 @@ class RunState:
     def restore(self, checkpoint: JobCheckpoint) -> int:
         """Take everything back, in place; collective.
 
-        Random state and metrics come back only where the number of ranks is the one that saved them.
+        Random state and metrics come back only where the number of ranks is the one that saved them; a metric, or a
+        kind of device, that was not there then keeps its state.
 
         Returns:
             The tokens trained on.
@@ -72,15 +81,25 @@ class RunState:
             _restore_random_state(tensors, self.device)
             for name, metric in self.metrics.items():
                 prefix = f"metric.{name}."
-                metric.load_state_dict(
-                    {key.removeprefix(prefix): value for key, value in tensors.items() if key.startswith(prefix)}
-                )
+                gathered = {k.removeprefix(prefix): value for k, value in tensors.items() if k.startswith(prefix)}
+                if gathered:
+                    metric.load_state_dict(gathered)
         tokens = saved["tokens"]
         assert isinstance(tokens, int)
         return tokens
 
     def _tensors(self) -> dict[str, Tensor]:
-        model = {f"model.{name}": tensor for name, tensor in self.module.state_dict().items()}
+        model: dict[str, Tensor] = {}
+        seen: set[int] = set()
+        for name, value in self.module.state_dict(keep_vars=True).items():
+            if not isinstance(value, Tensor):
+                raise TypeError(
+                    f"the module's state {name!r} is a {type(value).__name__}; checkpoints of a run hold tensors: "
+                    "make it a buffer"
+                )
+            if id(value) not in seen:  # tied parameters are one
+                seen.add(id(value))
+                model[f"model.{name}"] = value
         return model | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.named_state().items()}
 
     def _metric_state(self) -> dict[str, Tensor]:
@@ -100,5 +119,5 @@ def _random_state(device: torch.device) -> dict[str, Tensor]:
 
 def _restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["random.cpu"])
-    if device.type == "cuda":
+    if device.type == "cuda" and "random.cuda" in state:
         torch.cuda.set_rng_state(state["random.cuda"], device)

@@ -4,6 +4,7 @@ Nothing here is needed to use them: copy this module and change it.
 """
 
 import contextlib
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded,
 
 from ._batch_sum import sum_losses
 from ._config import TrainerConfig
-from ._log import RunLog, StepResult
-from ._protocols import ModelProvider, Task
+from ._log import OWN_NUMBERS, RunLog, StepResult
+from ._protocols import Metric, ModelProvider, Task
 from ._seed import seed_rank
 from ._state import RunState
 from .data import Batches, Collate, SampleOrder, SizedDataset, to_device
@@ -40,7 +41,9 @@ class Trainer:
 
     Raises:
         ValueError: If the global batch does not divide, the mesh has a degree that this trainer has no use for, the
-            data set is empty, or a checkpoint in the directory is of another run.
+            data set is empty, a metric has a name of the trainer's own, or a checkpoint in the directory is of
+            another run.
+        TypeError: If the module's state holds anything but tensors.
     """
 
     def __init__(
@@ -61,7 +64,7 @@ class Trainer:
         synced = [parameter for parameter in self.parameters if not is_fully_sharded(parameter)]
         self.sync = GradientSync([synced], grad_dtype=grad_dtype)
         self.optimizer = config.optimizer.build(self.module.named_parameters())
-        self.metrics = task.metrics()
+        self.metrics = _metrics(task)
         self.flops_per_token = None if config.sequence is None else provider.flops_per_token(config.sequence)
         self.state = RunState(
             module=self.module,
@@ -159,6 +162,14 @@ def _batches(config: TrainerConfig, ctx: DistContext, dataset: SizedDataset[Any]
         rank=data.get_local_rank(),
         ranks=data.size(),
     )
+
+
+def _metrics(task: Task) -> Mapping[str, Metric]:
+    """The task's metrics, after a look at their names."""
+    metrics = task.metrics()
+    if taken := sorted(OWN_NUMBERS & metrics.keys()):
+        raise ValueError(f"the task has metrics called {taken!r}, as numbers of the trainer are; rename them")
+    return metrics
 
 
 def _build(config: TrainerConfig, ctx: DistContext, provider: ModelProvider) -> nn.Module:

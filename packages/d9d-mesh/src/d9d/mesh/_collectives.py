@@ -43,13 +43,13 @@ def all_gather_ragged(tensor: Tensor, group: dist.ProcessGroup | None = None) ->
         group: Where to gather.
 
     Raises:
-        ValueError: On every rank, if dtypes, numbers of dims or sizes of the other dims differ between ranks.
+        ValueError: On every rank, if a tensor has no dims, or dtypes or sizes of the other dims differ between ranks.
     """
-    if tensor.ndim == 0:
-        raise ValueError("a ragged gather needs a dim 0, and this tensor has no dims: unsqueeze it")
     headers = all_gather_objects((tensor.dtype, tuple(tensor.shape)), group)
-    if len({(dtype, shape[1:]) for dtype, shape in headers}) > 1:
-        raise ValueError(f"a ragged gather takes tensors that differ in dim 0 only, and the ranks hold {headers}")
+    if () in {shape for _, shape in headers} or len({(dtype, shape[1:]) for dtype, shape in headers}) > 1:
+        raise ValueError(
+            f"a ragged gather takes tensors that have a dim 0 and differ in no other, and the ranks hold {headers}"
+        )
     longest = max(shape[0] for _, shape in headers)
     padded = tensor.new_empty((longest, *tensor.shape[1:]))
     padded[: tensor.shape[0]] = tensor

@@ -1,5 +1,6 @@
 """The place of this process in a job: rank, device, and the meshes that everything else is laid out on."""
 
+import itertools
 import logging
 import os
 import traceback
@@ -19,6 +20,8 @@ from ._config import MeshConfig
 from ._domains import domain_shapes
 from ._failure import FailureWatch
 
+_launches = itertools.count()
+
 
 @attrs.frozen(kw_only=True)
 class Timeouts:
@@ -36,7 +39,7 @@ class DistContext:
 
     Made by `launch`. Meshes are named domains over the same ranks, see `domain_shapes`; `add_domain` makes more.
     Leaving after an exception ends every rank of the job within seconds, each of them printing the traceback of
-    the rank that failed first.
+    the rank that failed first. ``sys.exit(0)`` is no failure.
     """
 
     def __init__(
@@ -90,6 +93,8 @@ class DistContext:
         except BaseException as error:
             if watch:
                 watch.report(error)
+            else:
+                dist.destroy_process_group()
             raise
 
     def mesh(self, domain: str = "dense") -> DeviceMesh:
@@ -164,7 +169,7 @@ class DistContext:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if not self._owns_group:
             return
-        if error is not None and self._watch:
+        if error is not None and self._watch and not _is_success(error):
             # Its groups stay: taking them down may wait for ranks that are elsewhere.
             self._watch.report(error)
             return
@@ -175,6 +180,10 @@ class DistContext:
         dist.destroy_process_group()
 
 
+def _is_success(error: BaseException) -> bool:
+    return isinstance(error, SystemExit) and error.code in {None, 0}
+
+
 def _join(device: torch.device, timeouts: Timeouts) -> FailureWatch | None:
     """Make the default process group, and a watch over the other ranks if there are any."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
@@ -182,9 +191,11 @@ def _join(device: torch.device, timeouts: Timeouts) -> FailureWatch | None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeouts.collective)
         return None
     store, rank, size = next(dist.rendezvous("env://", timeout=timeouts.launch))
+    # The store may outlive a launch, and torch numbers the groups of the next one from 0 again.
+    store = dist.PrefixStore(f"d9d/{next(_launches)}", store)
     dist.init_process_group(
         backend,
-        store=dist.PrefixStore("d9d", store),
+        store=store,
         rank=rank,
         world_size=size,
         timeout=timeouts.collective,

@@ -12,7 +12,7 @@ import traceback
 
 from torch.distributed import Store
 
-_KEY = "d9d/failure"
+_KEY = "failure"
 _POLL_SECONDS = 0.5
 # How long a failing rank that hosts the store stays, so that the others can read it.
 _LINGER_SECONDS = 2.0
@@ -66,6 +66,7 @@ class FailureWatch:
                 if self._done.wait(_LINGER_SECONDS):
                     return
                 sys.stderr.write(f"rank {self._rank} leaves because the store of the job is gone: {lost}\n")
+            sys.stdout.flush()
             sys.stderr.flush()
             # The main thread may never come back from its collective: no exception can reach it.
             os._exit(1)

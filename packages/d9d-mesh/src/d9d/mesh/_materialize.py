@@ -19,7 +19,7 @@ def materialize(module: nn.Module, *, device: torch.device, seed: int) -> None:
     model, and no more than one module is ever held whole.
 
     Parameters are replaced by new ones (with the attributes of the old): make optimizers afterwards. A parameter
-    that several modules share stays shared; the first of them initializes it.
+    or buffer that several modules share stays shared; the first of them initializes a parameter.
 
     Args:
         module: Its parameters are plain tensors or DTensors, on any device; names of modules are those of the whole
@@ -30,9 +30,9 @@ def materialize(module: nn.Module, *, device: torch.device, seed: int) -> None:
     Raises:
         TypeError: A module owns parameters or buffers and has no `reset_parameters`; nothing was changed then.
     """
-    replaced: dict[int, nn.Parameter] = {}
-    # Old parameters are kept alive until the end, or a new one could get the id of one that is gone.
-    kept = list(module.parameters())
+    replaced: dict[int, Tensor] = {}
+    # Old tensors are kept alive until the end, or a new one could get the id of one that is gone.
+    kept = [*module.parameters(), *module.buffers()]
     for name, owner in _resettable_owners(module):
         with _random_stream(f"{seed}/{name}", device):
             _materialize_one(owner, device, replaced)
@@ -63,14 +63,16 @@ def _resettable_owners(module: nn.Module) -> list[tuple[str, _Resettable]]:
     return found
 
 
-def _materialize_one(owner: _Resettable, device: torch.device, replaced: dict[int, nn.Parameter]) -> None:
+def _materialize_one(owner: _Resettable, device: torch.device, replaced: dict[int, Tensor]) -> None:
     assert isinstance(owner, nn.Module)
     old = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
     for name, parameter in old.items():
         full = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
         setattr(owner, name, nn.Parameter(full, requires_grad=parameter.requires_grad))
-    for name, buffer in list(owner.named_buffers(recurse=False)):
-        setattr(owner, name, torch.empty_like(buffer, device=device))
+    for name, buffer in list(owner.named_buffers(recurse=False, remove_duplicate=False)):
+        if id(buffer) not in replaced:
+            replaced[id(buffer)] = torch.empty_like(buffer, device=device)
+        setattr(owner, name, replaced[id(buffer)])
     owner.reset_parameters()
     full_ones = dict(owner.named_parameters(recurse=False, remove_duplicate=False))
     for name, parameter in old.items():

@@ -74,8 +74,13 @@ class LanguageModelingHead(nn.Module):
         nn.init.normal_(self.weight, std=INIT_STD)
 
     def tie(self, embedding: nn.Embedding) -> None:
-        """Use the embedding's weight from now on."""
-        assert isinstance(embedding.weight, nn.Parameter)
+        """Use the embedding's weight from now on.
+
+        Raises:
+            ValueError: The embedding is parallelized already: its attribute reads as the local tensor.
+        """
+        if not isinstance(embedding.weight, nn.Parameter):
+            raise ValueError("tie a head to its embedding before either is parallelized")  # noqa: TRY004 - of order
         self.weight = embedding.weight
 
     def forward(self, hidden: Tensor, labels: Tensor | None) -> CausalLMOutput:

@@ -3,6 +3,7 @@
 Shapes: N tokens, H hidden size, V vocabulary.
 """
 
+import contextlib
 from typing import Any
 
 import torch
@@ -27,7 +28,8 @@ def linear_cross_entropy(
     backward multiplies them by that number. That takes three matrix products, where recomputing logits in backward
     takes four.
 
-    Logits, softmax and the accumulation of the weight's gradient are fp32, or fp64 for fp64 inputs.
+    Logits, softmax and the accumulation of the weight's gradient are fp32, or fp64 for fp64 inputs, under autocast
+    too.
 
     Args:
         hidden: (..., H).
@@ -40,27 +42,44 @@ def linear_cross_entropy(
         The sum, and the number of labels that are not ignored (int64).
 
     Raises:
-        ValueError: Shapes do not go together.
+        ValueError: Shapes or dtypes do not go together.
     """
     if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight_VH.shape[-1]:
         raise ValueError(
             f"hidden of shape {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])} and a weight (V, "
             f"{hidden.shape[-1]}), got labels {tuple(labels.shape)} and a weight {tuple(weight_VH.shape)}"
         )
+    if hidden.dtype != weight_VH.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and the weight is {weight_VH.dtype}: cast one to the other's dtype")
     dtype = torch.promote_types(hidden.dtype, torch.float32)
     chunk = max(1, max_logits_bytes // (weight_VH.shape[0] * dtype.itemsize))
     flat = labels.flatten()
-    total: Tensor = _LinearCrossEntropy.apply(hidden.flatten(0, -2), weight_VH, flat, ignore_index, chunk)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    with _without_autocast(hidden.device.type):
+        total: Tensor = _LinearCrossEntropy.apply(rows, weight_VH, flat, ignore_index, chunk, torch.is_grad_enabled())
     return LossSum(total, (flat != ignore_index).sum())
+
+
+def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
+    if torch.amp.is_autocast_available(device_type):
+        return torch.autocast(device_type, enabled=False)
+    return contextlib.nullcontext()
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(  # noqa: PLR0917 - apply() takes no keywords
-        ctx: Any, hidden_NH: Tensor, weight_VH: Tensor, labels_N: Tensor, ignore_index: int, chunk: int
+        ctx: Any,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        labels_N: Tensor,
+        ignore_index: int,
+        chunk: int,
+        grad_enabled: bool,  # noqa: FBT001
     ) -> Tensor:
         wide = torch.promote_types(hidden_NH.dtype, torch.float32)
-        needs_hidden, needs_weight = ctx.needs_input_grad[:2]
+        # needs_input_grad says what requires a gradient, also where none is recorded.
+        needs_hidden, needs_weight = (needs and grad_enabled for needs in ctx.needs_input_grad[:2])
         grad_hidden = torch.empty_like(hidden_NH) if needs_hidden else None
         grad_weight = torch.zeros_like(weight_VH, dtype=wide) if needs_weight else None
         total = hidden_NH.new_zeros((), dtype=wide)
@@ -89,13 +108,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
         grad_hidden, grad_weight = ctx.saved_tensors
         if grad_hidden is not None:
             grad_hidden = grad_hidden * grad.to(grad_hidden.dtype)
         if grad_weight is not None:
             grad_weight = (grad_weight * grad).to(ctx.weight_dtype)
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None
 
 
 def _matmul(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:

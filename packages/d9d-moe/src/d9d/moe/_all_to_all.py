@@ -5,7 +5,7 @@ it goes to), R rows received, N rows for the experts here, H hidden size.
 """
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import attrs
 import torch
@@ -46,6 +46,10 @@ class AllToAllDispatcher:
 
     group: dist.ProcessGroup
     """Ranks."""
+
+    def __deepcopy__(self, _: object) -> Self:
+        """Give itself: it keeps no state, and a group cannot be copied."""
+        return self
 
     def dispatch(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Dispatched[AllToAllHandle]:
         """Send tokens and sort what arrives by expert; see Dispatcher."""

@@ -71,7 +71,7 @@ class MoELayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Transform x of shape (..., hidden_size), token by token."""
-        x_TH = x.flatten(0, -2)
+        x_TH = x.reshape(-1, x.shape[-1])
         routing = self.router(x_TH)
         rows = self.dispatcher.dispatch(x_TH, routing.ids_TK, routing.probs_TK)
         y_NH = self.experts(rows.x_NH, rows.probs_N, rows.counts_E)

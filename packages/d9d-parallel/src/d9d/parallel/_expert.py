@@ -2,7 +2,7 @@
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from ._fsdp import ShardPolicy, shard_further
 from ._layout import Layout, lay_out
@@ -30,7 +30,7 @@ def parallelize_expert_parallel(
 
     Raises:
         TypeError: ``moe`` is not a module with `SupportsExpertParallel`.
-        ValueError: The mesh has other dims, or its ``ep`` does not divide the experts.
+        ValueError: The mesh has other dims, or its ``ep`` does not divide the experts, or they are laid out already.
     """
     if not isinstance(moe, nn.Module) or not isinstance(moe, SupportsExpertParallel):
         raise TypeError(
@@ -46,6 +46,11 @@ def parallelize_expert_parallel(
             f"choose mesh.expert so that it divides {moe.num_experts}"
         )
     experts = set(moe.expert_parameters())
+    if not experts <= set(moe.parameters()) or any(isinstance(parameter, DTensor) for parameter in experts):
+        raise ValueError(
+            f"the experts of {type(moe).__name__} are laid out already: call parallelize_expert_parallel once, and "
+            "before any other parallelize function"
+        )
     if ep_shard == 1:
         split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
     else:

@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 _GRAD_PLACEMENTS = "_d9d_grad_placements"
+_LAID_OUT_AS = "_d9d_laid_out_as"
 
 
 @attrs.frozen
@@ -29,31 +30,34 @@ def lay_out(module: nn.Module, layout_of: Callable[[nn.Parameter], Layout | None
     ``state_dict()`` and optimizers see the DTensor. Nothing is swapped around a forward call, so a failed one leaves
     nothing behind, and a recomputed block sees what it saw the first time.
 
-    Values come from the first rank of each mesh dim. A parameter that several modules share stays shared.
+    Values come from the first rank of each mesh dim. A parameter that several modules share stays shared, also if
+    they are laid out in several calls.
 
     Args:
         module: Changed in place.
         layout_of: The layout of a parameter; ``None`` leaves it alone.
 
     Returns:
-        The new parameters.
+        The parameters that the module holds now and that this call or an earlier one laid out.
     """
-    new: dict[nn.Parameter, nn.Parameter] = {}
-    layouts: dict[nn.Parameter, Layout] = {}
+    laid_out: set[nn.Parameter] = set()
     for owner in list(module.modules()):
-        views: dict[str, Layout] = {}
+        views: dict[str, tuple[Placement, ...]] = {}
         for name, parameter in list(owner.named_parameters(recurse=False, remove_duplicate=False)):
-            if parameter not in new:
+            # The old parameter remembers: a module of a later call may still hold it.
+            distributed: nn.Parameter | None = vars(parameter).get(_LAID_OUT_AS)
+            if distributed is None:
                 if (layout := layout_of(parameter)) is None:
                     continue
-                new[parameter] = _distribute(parameter, layout)
-                layouts[parameter] = layout
-            setattr(owner, name, new[parameter])
-            views[name] = layouts[parameter]
+                distributed = _distribute(parameter, layout)
+                setattr(parameter, _LAID_OUT_AS, distributed)
+            setattr(owner, name, distributed)
+            laid_out.add(distributed)
+            views[name] = vars(distributed)[_GRAD_PLACEMENTS]
         if views:
             # mypy takes nn.Module's __hash__ for that of its class
             owner.__class__ = _with_local_views(type(owner), frozenset(views.items()))  # type: ignore[arg-type]
-    return set(new.values())
+    return laid_out
 
 
 def is_laid_out(parameter: nn.Parameter) -> bool:
@@ -76,19 +80,21 @@ def _distribute(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
 
 
 @cache
-def _with_local_views(base: type[nn.Module], views: frozenset[tuple[str, Layout]]) -> type[nn.Module]:
+def _with_local_views(base: type[nn.Module], views: frozenset[tuple[str, tuple[Placement, ...]]]) -> type[nn.Module]:
     """A subclass whose named parameters read as local tensors, as `fully_shard` makes one for its modules."""
-    properties: dict[str, Any] = {name: property(_local_view(name, layout)) for name, layout in views}
+    properties: dict[str, Any] = {name: property(_local_view(name, placements)) for name, placements in views}
     return type(f"Parallel{base.__name__}", (base,), properties)
 
 
-def _local_view(name: str, layout: Layout) -> Callable[[nn.Module], Tensor | None]:
+def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Module], Tensor | None]:
     def local(module: nn.Module) -> Tensor | None:
-        parameter = module._parameters[name]  # noqa: SLF001 - where nn.Module keeps what this property hides
-        # What `fully_shard` has sharded further lies on another mesh until it is gathered, and is not computed with.
-        if not isinstance(parameter, DTensor) or parameter.device_mesh != layout.mesh:
+        if name not in module._parameters:  # noqa: SLF001 - where nn.Module keeps what this property hides
+            raise AttributeError(name)  # it was deleted: nn.Module goes on to look elsewhere
+        parameter = module._parameters[name]  # noqa: SLF001
+        # What `fully_shard` has sharded further has more mesh dims until it is gathered, and is not computed with.
+        if not isinstance(parameter, DTensor) or len(parameter.placements) != len(placements):
             return parameter
-        view: Tensor = parameter.to_local(grad_placements=layout.grad_placements)
+        view: Tensor = parameter.to_local(grad_placements=placements)
         return view
 
     return local

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Collection, Iterable, Sequence
+from functools import reduce
 
 import attrs
 import torch
@@ -44,16 +45,20 @@ def global_norm(
     if norm_type <= 0:
         raise ValueError(f"norm_type is {norm_type!r}: a norm needs a positive p, or inf")
     skipped = set(tied)
-    gradients = [p.grad for p in parameters if p.grad is not None and p not in skipped]
+    counted = [p for p in parameters if p not in skipped]
+    # By parameter: a rank without a gradient takes part in the same collectives as the others.
     by_split: dict[_Split, list[Tensor]] = {}
-    for gradient in gradients:
-        by_split.setdefault(_split(gradient), []).append(local_tensor(gradient))
+    for parameter in counted:
+        gradient = parameter.grad
+        tensors = by_split.setdefault(_split(parameter if gradient is None else gradient), [])
+        if gradient is not None:
+            tensors.append(local_tensor(gradient))
     is_max = math.isinf(norm_type)
     reduce_op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     # fp64: a sum over layers, shards and stages shall not depend on its order.
-    total = torch.zeros((), dtype=torch.float64, device=gradients[0].device if gradients else None)
+    total = torch.zeros((), dtype=torch.float64, device=counted[0].device if counted else None)
     for split, tensors in by_split.items():
-        part = _power_sum(tensors, norm_type).to(total.device)
+        part = _power_sum(tensors, norm_type, total.device)
         for group in split.groups():
             dist.all_reduce(part, reduce_op, group=group)
         total = torch.maximum(total, part) if is_max else total + part
@@ -116,13 +121,15 @@ def _split(tensor: Tensor) -> _Split:
     return _Split(mesh, tuple(dim for dim in split if mesh.size(dim) > 1))
 
 
-def _power_sum(tensors: Sequence[Tensor], norm_type: float) -> Tensor:
+def _power_sum(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:
     """Sum of |x|^p over all elements of all tensors, or for p = inf their largest magnitude; fp64."""
     # A shard may be empty, and an empty tensor has no largest element.
     held = [t for t in tensors if t.numel()]
     if not held:
-        return torch.zeros((), dtype=torch.float64, device=tensors[0].device)
-    norms = torch.stack(torch._foreach_norm(held, norm_type)).to(torch.float64)  # noqa: SLF001
+        return torch.zeros((), dtype=torch.float64, device=device)
+    # The norm of a half-precision tensor would be rounded to its dtype.
+    dtype = reduce(torch.promote_types, {t.dtype for t in held}, torch.float32)
+    norms = torch.stack(torch._foreach_norm(held, norm_type, dtype=dtype)).to(device, torch.float64)  # noqa: SLF001
     if math.isinf(norm_type):
         # A maximum over ranks may lose a NaN.
         return norms.nan_to_num(nan=math.inf, posinf=math.inf).max()

@@ -1,13 +1,17 @@
 """Gradients summed over microbatches and ranks."""
 
+import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 import attrs
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.utils.hooks import RemovableHandle
 
 from ._bucket import Bucket, local_tensor, make_buckets
+from ._layout import grad_placements
 
 
 class GradientSync:
@@ -34,7 +38,8 @@ class GradientSync:
         grad_dtype: Of the buffers and the gradients.
 
     Raises:
-        ValueError: A DTensor was not laid out by a function of this package.
+        ValueError: A DTensor was not laid out by a function of this package, or a parameter is on ``meta`` or given
+            twice.
     """
 
     def __init__(
@@ -45,16 +50,21 @@ class GradientSync:
         grad_dtype: torch.dtype = torch.float32,
     ) -> None:
         trained = [[p for p in stage if p.requires_grad] for stage in stages]
+        _check(trained)
         self._stages = [_Stage(list(make_buckets(parameters, bucket_bytes, grad_dtype))) for parameters in trained]
         device = next((p.device for parameters in trained for p in parameters), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in_step = False
-        for stage in self._stages:
+        handles: list[RemovableHandle] = []
+        for stage_index, stage in enumerate(self._stages):
             for index, bucket in enumerate(stage.buckets):
                 for parameter, view in zip(bucket.parameters, bucket.views):
                     # The gradient may be wider than the parameter, and comes from backward in either dtype.
                     parameter.grad_dtype = None
-                    parameter.register_post_accumulate_grad_hook(self._collect_into(view, stage, index))
+                    collect = _collector(weakref.ref(self), stage_index, index, view)
+                    handles.append(parameter.register_post_accumulate_grad_hook(collect))
+        # Parameters hold their hooks: these must hold neither this nor, through it, the parameters.
+        weakref.finalize(self, _remove, handles)
 
     @contextmanager
     def microbatch(self, stage: int, *, last: bool) -> Generator[None]:
@@ -118,23 +128,53 @@ class GradientSync:
                 for parameter in bucket.parameters:
                     parameter.grad = None
 
-    def _collect_into(self, view: Tensor, stage: "_Stage", index: int) -> Callable[[Tensor], None]:
-        def collect(parameter: Tensor) -> None:
-            assert parameter.grad is not None
-            if not self._in_step:
-                raise RuntimeError("backward ran outside GradientSync.microbatch: its gradients would be lost")
-            if stage.reduced > index:
+    def _collect(self, parameter: Tensor, view: Tensor, stage: "_Stage", index: int) -> None:
+        assert parameter.grad is not None
+        if not self._in_step:
+            raise RuntimeError("backward ran outside GradientSync.microbatch: its gradients would be lost")
+        if stage.reduced > index:
+            raise RuntimeError(
+                f"a parameter of shape {tuple(parameter.shape)} got a gradient after its sum over ranks had "
+                "started: run one backward in a stage's last microbatch"
+            )
+        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
+            found, fixed = parameter.grad.placements, grad_placements(parameter)
+            if found != fixed:
                 raise RuntimeError(
-                    f"a parameter of shape {tuple(parameter.shape)} got a gradient after its sum over ranks had "
-                    "started: run one backward in a stage's last microbatch"
+                    f"the gradient of a parameter of shape {tuple(parameter.shape)} has placements {found}, and is to "
+                    f"be {fixed}: use parameters in a loss as module.weight, not as the DTensors of parameters()"
                 )
-            view.add_(local_tensor(parameter.grad))
-            parameter.grad = None
-            if stage.is_last:
-                stage.missing[index] -= 1
-                stage.reduce_ready(self._stream)
+        view.add_(local_tensor(parameter.grad))
+        parameter.grad = None
+        if stage.is_last:
+            stage.missing[index] -= 1
+            stage.reduce_ready(self._stream)
 
-        return collect
+
+def _check(stages: Sequence[Sequence[nn.Parameter]]) -> None:
+    seen: set[nn.Parameter] = set()
+    for parameter in (p for parameters in stages for p in parameters):
+        if parameter.is_meta:
+            raise ValueError(
+                f"a parameter of shape {tuple(parameter.shape)} is on meta: materialize the module before making a "
+                "GradientSync, since that replaces parameters"
+            )
+        if parameter in seen:
+            raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is given twice: give each once")
+        seen.add(parameter)
+
+
+def _collector(sync: "weakref.ref[GradientSync]", stage: int, index: int, view: Tensor) -> Callable[[Tensor], None]:
+    def collect(parameter: Tensor) -> None:
+        if (owner := sync()) is not None:
+            owner._collect(parameter, view, owner._stages[stage], index)  # noqa: SLF001 - the class's own hook
+
+    return collect
+
+
+def _remove(handles: Sequence[RemovableHandle]) -> None:
+    for handle in handles:
+        handle.remove()
 
 
 @attrs.define

@@ -62,6 +62,8 @@ def _shown(default: Any) -> str:
             return "required"
         case None:
             return "default: none"
+        case bool():
+            return f"default: {str(default).lower()}"
         case tuple():
             return f"default: [{', '.join(map(str, default))}]"
         case _:

@@ -73,5 +73,7 @@ def _read(file: Path) -> dict[str, Any]:
         return tomllib.loads(file.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError([f"config file {str(file)!r} does not exist (looked from {str(Path.cwd())!r})"]) from None
-    except tomllib.TOMLDecodeError as error:
+    except OSError as error:
+        raise ConfigError([f"config file {str(file)!r} cannot be read: {error.strerror}"]) from None
+    except ValueError as error:  # no TOML, or no UTF-8
         raise ConfigError([f"config file {str(file)!r} is not TOML: {error}"]) from None

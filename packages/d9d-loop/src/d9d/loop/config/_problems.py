@@ -11,7 +11,7 @@ class ConfigError(ValueError):
     """A configuration that cannot be used.
 
     Args:
-        problems: One sentence each, starting with the full path of the field.
+        problems: One sentence each, starting with the full path of the field, or of the table that a check refused.
     """
 
     def __init__(self, problems: Sequence[str]) -> None:

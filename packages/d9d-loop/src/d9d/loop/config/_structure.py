@@ -65,7 +65,12 @@ def _is_table(cls: Any) -> bool:
 
 
 def _expected(cls: Any, value: object) -> ValueError:
-    hint = f"; quote it to make it a str: '\"{value}\"'" if cls is str else ""
+    if cls is bool:
+        hint = "; write true or false"
+    elif cls in {str, Path}:
+        hint = f"; quote it to make it a str: '\"{value}\"'"
+    else:
+        hint = ""
     return ValueError(f"expected {describe(cls)}, found {value!r} ({type(value).__name__}){hint}")
 
 

@@ -35,7 +35,7 @@ class AdamW(Optimizer):
             wider. With bf16, rounding to nearest loses changes of a moment below 2⁻⁹ of it: keep betas ≤ 0.99.
 
     Raises:
-        ValueError: If a parameter has no name or no floating dtype.
+        ValueError: If a parameter has no name, that of another one, or no floating dtype; if a beta is not in [0, 1).
     """
 
     def __init__(
@@ -48,6 +48,8 @@ class AdamW(Optimizer):
         weight_decay: float = 0.1,
         moment_dtype: torch.dtype | None = None,
     ) -> None:
+        if not all(0.0 <= beta < 1.0 for beta in betas):
+            raise ValueError(f"betas={betas!r}: both must be at least 0 and less than 1")
         self._moment_dtype = moment_dtype
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
 
@@ -55,13 +57,17 @@ class AdamW(Optimizer):
         """Add a group of named parameters, and their state.
 
         Raises:
-            ValueError: If a parameter has no name or no floating dtype.
+            ValueError: If a parameter has no name, that of another one, or no floating dtype.
         """
         super().add_param_group(param_group)
         group = self.param_groups[-1]
         if "param_names" not in group:
             raise ValueError("AdamW got parameters without names; pass module.named_parameters()")
+        taken = {name for earlier in self.param_groups[:-1] for name in earlier["param_names"]}
         for name, parameter in zip(group["param_names"], group["params"]):
+            if name in taken:
+                raise ValueError(f"AdamW got two parameters called {name!r}; a checkpoint could hold the state of one")
+            taken.add(name)
             if not parameter.is_floating_point():
                 raise ValueError(f"AdamW cannot train {name!r} of dtype {parameter.dtype!r}; leave it out")
             self.state[parameter] = _initial_state(parameter, self._moment_dtype)

@@ -6,7 +6,7 @@ from typing import Any, ClassVar, Literal, Protocol
 
 import attrs
 import torch
-from attrs.validators import ge
+from attrs.validators import and_, deep_iterable, ge, lt
 from torch import Tensor, nn
 
 from .._choice import Choice
@@ -44,7 +44,7 @@ class AdamWConfig(OptimizerConfig):
     lr: float = attrs.field(default=3e-4, validator=ge(0.0))
     """Learning rate, before the schedule's factor."""
 
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[float, float] = attrs.field(default=(0.9, 0.95), validator=deep_iterable(and_(ge(0.0), lt(1.0))))
     """Decay rates of the first and second moment."""
 
     eps: float = attrs.field(default=1e-8, validator=ge(0.0))

@@ -62,7 +62,9 @@ def run_world(size: int, function: Callable[..., T], *args: Any, timeout: float 
         WorldError: A rank raised; its traceback is in the message. The other ranks are killed.
         WorldTimeoutError: The world was still running after ``timeout``, and was killed.
     """
-    world = _worlds.pop(size, None) or _World(size)
+    world = _worlds.pop(size, None)
+    if world is None or not world.is_alive():
+        world = _World(size)
     try:
         results: list[T] = world.run(_task(function, args), timeout)
     except BaseException:
@@ -113,13 +115,21 @@ class _World:
             theirs.close()
             self._connections.append(ours)
             self._processes.append(process)
-        self._collect("start", _START_SECONDS)
+        try:
+            self._collect("start", _START_SECONDS)
+        except BaseException:
+            self.kill()
+            raise
 
     def run(self, task: Task, timeout: float) -> list[Any]:
         message = pickle.dumps(task)
         for connection in self._connections:
             connection.send_bytes(message)
         return self._collect(task.name, timeout)
+
+    def is_alive(self) -> bool:
+        """Whether every worker is there to take a task."""
+        return all(process.is_alive() for process in self._processes)
 
     def kill(self) -> None:
         for process in self._processes:

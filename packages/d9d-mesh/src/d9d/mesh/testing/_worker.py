@@ -39,6 +39,7 @@ class Outcome:
 def serve(connection: Connection, rank: int, size: int, port: int, stack_file: str) -> None:
     """Join the world, then run tasks until the connection closes."""
     with Path(stack_file).open("w") as stacks:
+        faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
