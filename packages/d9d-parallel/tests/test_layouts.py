@@ -158,3 +158,19 @@ def _edges() -> None:
 
 def test_calls_in_other_orders_keep_ties_or_are_refused():
     run_world(1, _edges)
+
+
+class Hides(nn.Linear):
+    def forward(self, x: Tensor) -> object:
+        return {"result": [slice(super().forward(x))]}
+
+
+def _hidden_output() -> None:
+    module = Hides(2, 2)
+    parallelize_fsdp(module, DistContext.launch(MeshConfig(shard=2), "cpu").mesh("dense")["dp_cp_shard"])
+    with pytest.raises(TypeError, match="FSDPHides returned a slice, in which fully_shard finds no tensors"):
+        module(torch.ones(1, 2))
+
+
+def test_an_output_in_which_fully_shard_finds_no_tensors_is_refused():
+    run_world(2, _hidden_output)

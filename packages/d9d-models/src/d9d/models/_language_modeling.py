@@ -1,9 +1,11 @@
 """What causal language models share: their inputs, their output and their head."""
 
+from dataclasses import dataclass
+
 import attrs
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import register_pytree_node
+from torch.utils._pytree import register_dataclass
 
 from d9d.attn import AttentionMask
 from d9d.parallel import LossSum
@@ -28,7 +30,7 @@ class CausalLMContext:
     """Which positions see which."""
 
 
-@attrs.frozen(kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CausalLMOutput:
     """What a causal language model returns: a loss if it was given labels, else logits."""
 
@@ -39,13 +41,8 @@ class CausalLMOutput:
     """(B, S, vocabulary)."""
 
 
-# `fully_shard` and others look for tensors in what a module returns.
-register_pytree_node(
-    CausalLMOutput,
-    lambda output: ([output.loss, output.logits], None),
-    lambda values, _: CausalLMOutput(**dict(zip(("loss", "logits"), values))),
-    serialized_type_name="d9d.models.CausalLMOutput",
-)
+# As a pytree, so that every version of `fully_shard` finds the tensors in what the model returns.
+register_dataclass(CausalLMOutput)
 
 
 class TokenEmbedding(nn.Embedding):

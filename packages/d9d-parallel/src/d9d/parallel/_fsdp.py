@@ -1,10 +1,11 @@
 """Sharded data parallelism: ranks share one copy of the parameters and see different data."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from dataclasses import fields, is_dataclass
 
 import attrs
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
@@ -46,8 +47,8 @@ def parallelize_fsdp(
     (``parameter.grad = None``).
 
     Args:
-        modules: One, or several that make one unit (an embedding and the head that is tied to it); changed in place; may
-            be on ``meta``.
+        modules: One, or several that make one unit (an embedding and the head that is tied to it); changed in place;
+            may be on ``meta``. Each returns tensors, alone or in tuples, lists, dicts or dataclasses.
         mesh: Ranks that share the parameters.
         policy: Dtypes and when to free.
 
@@ -137,9 +138,31 @@ def _fully_shard(
     )
     for module in unit:
         assert isinstance(module, FSDPModule)
+        module.register_forward_hook(_refuse_hidden_tensors)
         # Neither reaches the modules within, so each call sets its own.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(enable=True)
         for parameter in module.parameters():
             if isinstance(parameter, DTensor) and not is_laid_out(parameter):
                 vars(parameter)[_FULLY_SHARDED] = True
+
+
+def _refuse_hidden_tensors(module: nn.Module, arguments: object, output: object) -> None:
+    """Raise where `fully_shard` would not find a tensor: backward would then read parameters that were freed."""
+    del arguments
+    match output:
+        case Tensor() | None | bool() | int() | float() | str():
+            return
+        case tuple() | list():
+            parts: Iterable[object] = output
+        case dict():
+            parts = output.values()
+        case _ if is_dataclass(output):
+            parts = [getattr(output, field.name) for field in fields(output)]
+        case _:
+            raise TypeError(
+                f"{type(module).__name__} returned a {type(output).__name__}, in which fully_shard finds no tensors: "
+                "return them in a tuple, list, dict or dataclass"
+            )
+    for part in parts:
+        _refuse_hidden_tensors(module, None, part)
