@@ -18,7 +18,6 @@ GLOBAL_BATCH = 8
 MESHES = [
     *(MeshConfig(replicate=4, expert=expert) for expert in (1, 2, 4)),
     MeshConfig(shard=4, expert=2),
-    MeshConfig(replicate=2, shard=2, expert=4),
 ]
 
 

@@ -11,6 +11,7 @@ from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
 from d9d.parallel import (
     GradientSync,
+    ShardPolicy,
     parallelize_expert_parallel,
     parallelize_fsdp,
     parallelize_hsdp,
@@ -152,7 +153,7 @@ def _edges() -> None:
 
     moe = Experts(4)
     parallelize_replicate(moe, mesh)
-    with pytest.raises(ValueError, match="Experts are laid out already.*before parallelize_replicate"):
+    with pytest.raises(ValueError, match="Experts are laid out already.*before any other"):
         parallelize_expert_parallel(moe, _experts_mesh(replicate=1))
 
 
@@ -166,8 +167,9 @@ class Hides(nn.Linear):
 
 
 def _hidden_output() -> None:
-    module = Hides(2, 2)
-    parallelize_fsdp(module, DistContext.launch(MeshConfig(shard=2), "cpu").mesh("dense")["dp_cp_shard"])
+    module, policy = Hides(2, 2), ShardPolicy(compute_dtype=None)
+    mesh = DistContext.launch(MeshConfig(shard=2), "cpu").mesh("dense")["dp_cp_shard"]
+    parallelize_fsdp(module, mesh, policy=policy)
     with pytest.raises(TypeError, match="FSDPHides returned a slice, in which fully_shard finds no tensors"):
         module(torch.ones(1, 2))
 

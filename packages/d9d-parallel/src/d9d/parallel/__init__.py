@@ -1,4 +1,4 @@
-"""Parallelism for plain modules: replicas, experts, gradient sums, norm and clipping.
+"""Parallelism for plain modules: replicas, shards, experts, gradient sums, norm and clipping.
 
 A parallelize function turns parameters into DTensors and fixes over which mesh dims their gradients are addends;
 `GradientSync` sums exactly those; `global_norm` and `scale_and_clip_` finish the step. Modules see local tensors.
