@@ -150,7 +150,7 @@ def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], buck
         model = Model().to(torch.float64)
     if config.expert > 1:
         experts = context.mesh("expert")["ep_replicate", "ep_shard", "ep"]
-        parallelize_expert_parallel(model.moe, experts, policy=AS_STORED)
+        parallelize_expert_parallel(model.moe, experts, policy=AS_STORED if config.shard > 1 else None)
     dense = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
     if config.shard == 1:
         parallelize_replicate(model, dense)

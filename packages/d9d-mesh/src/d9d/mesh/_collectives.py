@@ -3,7 +3,9 @@
 All take a `ProcessGroup` of torch, ``None`` meaning the default one, and must be called by every rank of it.
 """
 
-from typing import TypeVar
+import ctypes
+import pickle
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -14,24 +16,33 @@ T = TypeVar("T")
 
 def all_gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
     """The picklable ``value`` of every rank, in rank order, on every rank."""
-    found: list[T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(found, value, group=group)
-    return found
+    padded, sizes = _padded_bytes(value, group)
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(found, padded, group=group)
+    return [_decode(t[:size]) for t, size in zip(found, sizes)]
 
 
 def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T] | None:
     """The picklable ``value`` of every rank on the group's first rank; ``None`` on the others."""
-    is_first = dist.get_rank(group) == 0
-    found: list[T] | None = [value] * dist.get_world_size(group) if is_first else None
-    dist.gather_object(value, found, group=group, group_dst=0)
-    return found
+    padded, sizes = _padded_bytes(value, group)
+    if dist.get_rank(group) != 0:
+        dist.gather(padded, group=group, group_dst=0)
+        return None
+    found = [torch.empty_like(padded) for _ in sizes]
+    dist.gather(padded, found, group=group, group_dst=0)
+    return [_decode(t[:size]) for t, size in zip(found, sizes)]
 
 
 def broadcast_object(value: T, group: dist.ProcessGroup | None = None) -> T:
     """The picklable ``value`` of the group's first rank, on every rank."""
-    box = [value]
-    dist.broadcast_object_list(box, group=group, group_src=0)
-    return box[0]
+    is_first = dist.get_rank(group) == 0
+    payload = _encode(value, group) if is_first else None
+    size = torch.tensor([0 if payload is None else payload.numel()], device=_device(group))
+    dist.broadcast(size, group=group, group_src=0)
+    if payload is None:
+        payload = torch.empty(int(size), dtype=torch.uint8, device=size.device)
+    dist.broadcast(payload, group=group, group_src=0)
+    return value if is_first else _decode(payload)
 
 
 def all_gather_ragged(tensor: Tensor, group: dist.ProcessGroup | None = None) -> list[Tensor]:
@@ -57,3 +68,32 @@ def all_gather_ragged(tensor: Tensor, group: dist.ProcessGroup | None = None) ->
     found = [torch.empty_like(padded) for _ in headers]
     dist.all_gather(found, padded, group=group)
     return [t[: shape[0]] for t, (_, shape) in zip(found, headers)]
+
+
+# torch's own collectives of objects need numpy, which torch does not bring.
+def _padded_bytes(value: object, group: dist.ProcessGroup | None) -> tuple[Tensor, list[int]]:
+    """This rank's pickle, as long as the longest of the group, and the lengths of all."""
+    payload = _encode(value, group)
+    size = torch.tensor([payload.numel()], device=payload.device)
+    sizes = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(sizes, size, group=group)
+    lengths = [int(s) for s in sizes]
+    padded = payload.new_zeros(max(lengths))
+    padded[: payload.numel()] = payload
+    return padded, lengths
+
+
+def _encode(value: object, group: dist.ProcessGroup | None) -> Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8).to(_device(group))
+
+
+def _decode(payload: Tensor) -> Any:
+    payload = payload.cpu().contiguous()
+    return pickle.loads(ctypes.string_at(payload.data_ptr(), payload.numel()))  # noqa: S301 - from our own ranks
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Where a group takes tensors: on the CPU if it can."""
+    if "cpu:" in dist.get_backend_config(group):
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())

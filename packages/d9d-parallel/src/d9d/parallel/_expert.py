@@ -18,15 +18,16 @@ def parallelize_expert_parallel(
 
     Expert parameters become DTensors, split on dim 0 over ``ep``; tokens reach their experts through the module's own
     dispatch, which is given the group of ``ep``. A gradient is complete over ``ep``: every token that an expert saw,
-    whatever rank it came from. With ``ep_shard`` of 1 experts are replicated over ``ep_replicate``, and `GradientSync`
-    sums their gradients there. Otherwise `fully_shard` splits them further over ``ep_shard``, on dim 1 where it divides
-    evenly and else on dim 0, and sums their gradients over both dims. Parameters outside the experts are left alone:
-    lay them out afterwards.
+    whatever rank it came from. Parameters outside the experts are left alone: lay them out afterwards.
+
+    Without a ``policy`` experts are replicated over ``ep_replicate``, and `GradientSync` sums their gradients there.
+    With one, or with ``ep_shard`` above 1, `fully_shard` takes them over: it splits them further over ``ep_shard``, on
+    dim 1 where it divides evenly and else on dim 0, and sums their gradients over both dims.
 
     Args:
         moe: A module with `SupportsExpertParallel`, changed in place; may be on ``meta``.
         mesh: With the dims ``ep_replicate``, ``ep_shard`` and ``ep``, as the "expert" domain of `d9d.mesh` has them.
-        policy: For ``ep_shard``, see `parallelize_fsdp`.
+        policy: As in `parallelize_fsdp`; give it where that function takes the rest of the model.
 
     Raises:
         TypeError: ``moe`` is not a module with `SupportsExpertParallel`.
@@ -51,12 +52,12 @@ def parallelize_expert_parallel(
             f"the experts of {type(moe).__name__} are laid out already: call parallelize_expert_parallel once, and "
             "before any other parallelize function"
         )
-    if ep_shard == 1:
-        split = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
+    if policy is None and ep_shard == 1:
+        replicated = Layout(mesh, (Replicate(), Replicate(), Shard(0)), (Partial(), Partial(), Shard(0)))
+        lay_out(moe, lambda parameter: replicated if parameter in experts else None)
     else:
         split = Layout(mesh["ep"], (Shard(0),), (Shard(0),))
-    split_experts = lay_out(moe, lambda parameter: split if parameter in experts else None)
-    if ep_shard > 1:
+        split_experts = lay_out(moe, lambda parameter: split if parameter in experts else None)
         fsdp_mesh = mesh["ep_replicate", "ep_shard"] if ep_replicate > 1 else mesh["ep_shard"]
         for owner in list(moe.modules()):
             if not split_experts.isdisjoint(owner.parameters(recurse=False)):

@@ -35,12 +35,14 @@ def parallelize_qwen3_moe(
     degrees = {"pipeline": config.pipeline, "context": config.context, "tensor": config.tensor}
     if unserved := [f"mesh.{name} = {degree}" for name, degree in degrees.items() if degree > 1]:
         raise ValueError(f"{', '.join(unserved)}: Qwen3-MoE is laid out over replicate, shard and expert so far")
+    is_sharded = config.shard > 1
+    policy = (policy or ShardPolicy()) if is_sharded else None
     if config.expert > 1:
         experts = context.mesh("expert")["ep_replicate", "ep_shard", "ep"]
         for layer in model.decoder_layers():
             parallelize_expert_parallel(layer.moe, experts, policy=policy)
     dense = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
-    if config.shard == 1:
+    if not is_sharded:
         parallelize_replicate(model, dense)
         return
     units: Sequence[nn.Module] = [*model.decoder_layers(), model]
