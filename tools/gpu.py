@@ -42,8 +42,9 @@ def bench() -> None:
     gpus = int(_output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())"))
     if gpus > 1:
         launch = ("-m", "torch.distributed.run", "--nproc-per-node", str(gpus))
-        mesh = ("--mesh.replicate", str(gpus), "--mesh.expert", str(gpus))
-        _train(*launch, EXAMPLE, *mesh)
+        _train(*launch, EXAMPLE, "--mesh.replicate", str(gpus), "--mesh.expert", str(gpus))
+        sharded = ("--trainer.dtype", "float32", "--compute_dtype", "bfloat16")
+        _train(*launch, EXAMPLE, "--mesh.shard", str(gpus), *sharded)
 
 
 def _train(*arguments: str) -> None:
