@@ -29,8 +29,8 @@ def export_with_seeds(root: Path, seed: int, runs: int) -> None:
     forked = multiprocessing.get_context("fork").Process(target=join, args=({**world, "RANK": "0"}, root, runs))
     forked.start()
     try:
-        assert fresh.wait(timeout=100) == 0
-        forked.join(timeout=100)
+        assert fresh.wait(timeout=300) == 0
+        forked.join(timeout=300)
         assert forked.exitcode == 0
     finally:
         fresh.kill()

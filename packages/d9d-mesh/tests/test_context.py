@@ -132,7 +132,7 @@ FAILING = """
 )
 def test_an_exception_on_one_rank_ends_all_ranks_with_its_traceback(where, rank, cause):
     ranks = _start(2, FAILING.format(where=where, rank=rank))
-    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    outputs = [process.communicate(timeout=300)[0] for process in ranks]
     assert all(process.returncode for process in ranks), outputs
     for output in outputs:
         assert cause in output
@@ -188,7 +188,7 @@ LEAVING = """
 
 def test_ranks_may_launch_again_and_leave_by_a_successful_exit():
     ranks = _start(2, LEAVING)
-    outputs = [process.communicate(timeout=120)[0] for process in ranks]
+    outputs = [process.communicate(timeout=300)[0] for process in ranks]
     assert [process.returncode for process in ranks] == [0, 0], outputs
     assert all("leaves" in output and "SystemExit" not in output for output in outputs)
 

@@ -221,7 +221,7 @@ def test_any_replication_experts_and_accumulation_give_the_update_of_one_process
         for accumulation in (1, 2)
         for bucket_bytes in (1, 32 << 20)
     ]
-    for steps in run_world(world, run_steps, cases, timeout=180.0):
+    for steps in run_world(world, run_steps, cases, timeout=300.0):
         for step in steps:
             assert_same(step, expected)
 
@@ -241,7 +241,7 @@ def test_any_sharding_with_and_without_experts_gives_the_update_of_one_process(w
         for r, s, e in meshes
         for accumulation in (1, 2)
     ]
-    for steps in run_world(world, run_steps, cases, timeout=180.0):
+    for steps in run_world(world, run_steps, cases, timeout=300.0):
         for step in steps:
             assert_same(step, expected)
 

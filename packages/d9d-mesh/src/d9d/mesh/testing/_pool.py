@@ -1,7 +1,7 @@
 """Worlds of worker processes that stay warm between tests.
 
 A fresh process that imports torch takes seconds; a fork of a server that has imported it takes milliseconds. So
-workers come from multiprocessing's forkserver, and a world keeps its process group for the next test of its size.
+workers come from multiprocessing's forkserver, and a world stays for the next test of its size.
 """
 
 import atexit
@@ -23,7 +23,7 @@ from ._worker import Outcome, Task, serve
 
 T = TypeVar("T")
 
-_START_SECONDS = 60.0
+_START_SECONDS = 300.0
 _worlds: dict[int, "_World"] = {}
 
 
@@ -43,7 +43,7 @@ class WorldTimeoutError(TimeoutError):
     """A world did not finish in time; the message holds the stack of each rank that was still running."""
 
 
-def run_world(size: int, function: Callable[..., T], *args: Any, timeout: float = 60.0) -> list[T]:
+def run_world(size: int, function: Callable[..., T], *args: Any, timeout: float = 300.0) -> list[T]:
     """Run a function on every rank of a gloo world on this machine.
 
     The default process group is initialized there, with one thread a rank; ``torch.manual_seed(0)`` was called.

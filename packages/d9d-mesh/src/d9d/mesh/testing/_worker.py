@@ -1,7 +1,9 @@
 """What a worker process of a test world does."""
 
 import faulthandler
+import gc
 import importlib.util
+import itertools
 import pickle
 import signal
 import sys
@@ -43,14 +45,21 @@ def serve(connection: Connection, rank: int, size: int, port: int, stack_file: s
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=timedelta(minutes=10))
         connection.send_bytes(pickle.dumps(Outcome(pickle.dumps(None))))
-        while True:
+        for number in itertools.count():
             try:
                 task: Task = pickle.loads(connection.recv_bytes())  # noqa: S301 - from the test's own process
             except EOFError:
                 return
-            connection.send_bytes(pickle.dumps(_outcome(task)))
+            # Groups of its own for each task: gloo has threads for every group, and those of old tests would pile up.
+            groups = dist.PrefixStore(str(number), store)
+            dist.init_process_group("gloo", store=groups, rank=rank, world_size=size, timeout=timedelta(minutes=10))
+            outcome = _outcome(task)
+            if outcome.traceback is None:
+                dist.barrier()  # a rank that leaves early can abort the collective of another
+                dist.destroy_process_group()
+                gc.collect()
+            connection.send_bytes(pickle.dumps(outcome))
 
 
 def _outcome(task: Task) -> Outcome:
