@@ -4,6 +4,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor, init_device_mesh
 
 from d9d.loop.optim import AdamW, AdamWConfig, _adamw, decay_groups
+from d9d.mesh.testing import run_world
 
 
 def parameters(dtype=torch.float64, seed=0):
@@ -172,7 +173,6 @@ def sharded_and_plain():
 
 
 def test_dtensors_on_two_dims_uneven_and_plain_parameters_mixed():
-    run_world = pytest.importorskip("d9d.mesh.testing").run_world
     for difference, layouts_follow, refused in run_world(4, sharded_and_plain):
         assert difference < 1e-12
         assert layouts_follow

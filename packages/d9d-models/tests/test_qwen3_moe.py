@@ -37,7 +37,8 @@ CONFIG = Qwen3MoEConfig(
 
 def theirs(config, directory):
     """A model of transformers with random weights, saved as it saves them."""
-    transformers = pytest.importorskip("transformers")
+    import transformers  # noqa: PLC0415 - workers of test worlds import this file without needing it
+
     torch.manual_seed(0)
     their_config = transformers.Qwen3MoeConfig.from_dict(config_to_hugging_face(config, dtype="float32"))
     model = transformers.Qwen3MoeForCausalLM(their_config).eval()
