@@ -86,7 +86,7 @@ def _penalty() -> None:
     parallelize_replicate(layer, DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"])
     sync = GradientSync([list(layer.parameters())])
     penalty = next(layer.parameters()).full_tensor().square().sum()
-    with pytest.raises(RuntimeError, match=r"is to be \(Partial.*as module.weight"), sync.microbatch(0, last=False):
+    with pytest.raises(RuntimeError, match=r"as a DTensor.*use it as module.weight"), sync.microbatch(0, last=False):
         penalty.backward()
     with sync.microbatch(0, last=True):
         layer.weight.square().sum().backward()

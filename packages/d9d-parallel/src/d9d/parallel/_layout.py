@@ -5,12 +5,14 @@ from functools import cache
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 _GRAD_PLACEMENTS = "_d9d_grad_placements"
 _LAID_OUT_AS = "_d9d_laid_out_as"
+_LEAF = "_d9d_leaf"
 
 
 @attrs.frozen
@@ -71,6 +73,35 @@ def grad_placements(parameter: DTensor) -> tuple[Placement, ...] | None:
     return found
 
 
+class LocalLeaf:
+    """A leaf of autograd in the memory of a laid-out parameter, which modules use in its place while this is attached.
+
+    Backward accumulates into the leaf's ``grad`` without a DTensor on the way. Neither a copy nor a pickle of the
+    parameter has it.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        with torch.no_grad():
+            local: Tensor = parameter.to_local()
+        self.tensor = local.detach().requires_grad_()
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def attach(self, parameter: DTensor) -> None:
+        """Have modules use the leaf, and not one that was attached before."""
+        setattr(parameter, _LEAF, self)
+
+    def detach(self, parameter: DTensor) -> None:
+        """Undo `attach`, unless another leaf has taken over."""
+        if self.is_attached(parameter):
+            delattr(parameter, _LEAF)
+
+    def is_attached(self, parameter: DTensor) -> bool:
+        """Whether modules use the leaf: a conversion such as ``module.to()`` ends that."""
+        return getattr(parameter, _LEAF, None) is self
+
+
 def _distribute(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     distributed = distribute_tensor(parameter.detach(), layout.mesh, layout.placements)
     new = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
@@ -94,6 +125,9 @@ def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Mo
         # What `fully_shard` has sharded further has more mesh dims until it is gathered, and is not computed with.
         if not isinstance(parameter, DTensor) or len(parameter.placements) != len(placements):
             return parameter
+        leaf: LocalLeaf | None = getattr(parameter, _LEAF, None)
+        if leaf is not None and parameter.requires_grad:
+            return leaf.tensor
         view: Tensor = parameter.to_local(grad_placements=placements)
         return view
 
