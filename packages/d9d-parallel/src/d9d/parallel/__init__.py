@@ -5,7 +5,14 @@ A parallelize function turns parameters into DTensors and fixes over which mesh 
 """
 
 from ._expert import parallelize_expert_parallel
-from ._fsdp import ShardPolicy, is_fully_sharded, parallelize_fsdp, parallelize_hsdp
+from ._fsdp import (
+    ShardPolicy,
+    is_fully_sharded,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    prefetch,
+    sharded_microbatch,
+)
 from ._loss import LossSum
 from ._norm import global_norm, scale_and_clip_
 from ._protocols import SupportsExpertParallel
@@ -25,5 +32,7 @@ __all__ = [
     "parallelize_fsdp",
     "parallelize_hsdp",
     "parallelize_replicate",
+    "prefetch",
     "scale_and_clip_",
+    "sharded_microbatch",
 ]

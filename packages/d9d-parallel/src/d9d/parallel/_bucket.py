@@ -5,13 +5,13 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._fsdp import is_fully_sharded
-from ._layout import grad_placements
+from ._layout import grad_placements, local_tensor
 
 
 class Bucket:
@@ -62,15 +62,6 @@ class Bucket:
         self._work = None
         for group in self._groups[1:]:
             dist.all_reduce(self._buffer, group=group)
-
-
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without a graph."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            local: Tensor = tensor.to_local()
-            return local
-    return tensor.detach()
 
 
 @attrs.frozen

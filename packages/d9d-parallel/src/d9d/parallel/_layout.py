@@ -73,6 +73,15 @@ def grad_placements(parameter: DTensor) -> tuple[Placement, ...] | None:
     return found
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without a graph."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor.detach()
+
+
 class LocalLeaf:
     """A leaf of autograd in the memory of a laid-out parameter, which modules use in its place while this is attached.
 
@@ -81,9 +90,7 @@ class LocalLeaf:
     """
 
     def __init__(self, parameter: DTensor) -> None:
-        with torch.no_grad():
-            local: Tensor = parameter.to_local()
-        self.tensor = local.detach().requires_grad_()
+        self.tensor = local_tensor(parameter).detach().requires_grad_()
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()

@@ -12,7 +12,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ._bucket import local_tensor
+from ._layout import local_tensor
 
 
 @torch.no_grad()

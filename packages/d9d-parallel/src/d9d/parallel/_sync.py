@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ._bucket import Bucket, local_tensor, plan_buckets
-from ._layout import LocalLeaf
+from ._bucket import Bucket, plan_buckets
+from ._layout import LocalLeaf, local_tensor
 
 
 class GradientSync:
