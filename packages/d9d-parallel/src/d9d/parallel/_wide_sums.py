@@ -46,7 +46,6 @@ class WideSums:
         for owner, name, size in self._parts:
             parameter = owner.get_parameter(name)
             if parameter.requires_grad:
-                parameter.grad_dtype = _wide(parameter.dtype)
                 parameter.register_post_accumulate_grad_hook(lambda p, size=size: self._add(p, size))
 
     def _take(self, reduced: Tensor) -> None:
@@ -66,6 +65,8 @@ class WideSums:
         if held.dtype == _wide(parameter.dtype):
             held.add_(part)
             return
+        # Any: fully_shard itself sets a narrow one first, in every step. Before the first one it would take this over.
+        parameter.grad_dtype = None
         parameter.grad = DTensor.from_local(
             part.to(_wide(parameter.dtype)),
             parameter.device_mesh,
