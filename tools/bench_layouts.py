@@ -48,7 +48,7 @@ def main() -> None:
 
 
 def bench(mesh: MeshConfig, layout: str, overrides: Sequence[str]) -> None:
-    """Train under one layout and print a line."""
+    """Train under one layout and print what was measured."""
     config = load(pretrain.PretrainConfig, EXAMPLE / "card.toml", overrides)
     with tempfile.TemporaryDirectory() as directory, DistContext.launch(mesh, config.device) as ctx:
         samples = (config.trainer.microbatch or 1) * ctx.mesh("batch")["dp"].size()
@@ -62,14 +62,15 @@ def bench(mesh: MeshConfig, layout: str, overrides: Sequence[str]) -> None:
         losses: list[Tensor] = []
         _train(trainer, WARMUP, losses)
         seconds = _train(trainer, TIMED, losses) / TIMED
-        with profile(activities=[getattr(ProfilerActivity, ctx.device.type.upper())]) as profiler:
-            _train(trainer, PROFILED, losses)
         rate = samples * config.sequence / seconds / ctx.world_size
         memory = torch.cuda.max_memory_allocated() / 2**30 if ctx.device.type == "cuda" else 0.0
         if ctx.is_main:
-            found = [f"{layout or 'one GPU':<24}", f"loss {losses[LOSS_AT - 1]:.4f}, {losses[-1]:.4f}"]
-            found += [f"{rate:,.0f} tokens/s/GPU", f"{memory:.1f} GiB", *_communication(profiler)]
-            print(" · ".join(found), flush=True)
+            found = [f"{layout or 'one rank':<24}", f"loss {losses[LOSS_AT - 1]:.4f}, {losses[-1]:.4f}"]
+            print(" · ".join([*found, f"{rate:,.0f} tokens/s/rank", f"{memory:.1f} GiB"]), flush=True)
+        with profile(activities=[getattr(ProfilerActivity, ctx.device.type.upper())]) as profiler:
+            _train(trainer, PROFILED, losses)
+        if ctx.is_main and (lines := _communication(profiler)):
+            print("   ", " · ".join(lines), flush=True)
 
 
 def _train(trainer: Trainer, steps: int, losses: list[Tensor]) -> float:

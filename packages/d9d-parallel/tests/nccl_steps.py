@@ -1,4 +1,4 @@
-"""One rank of `test_gpu`, under torchrun: steps over NCCL give the update of one CPU process."""
+"""One rank of `test_gpu`, under torchrun: steps over NCCL give the update of one process."""
 
 import sys
 
@@ -6,9 +6,9 @@ from test_step import VALID, assert_same, reference, step_of
 
 from d9d.mesh import DistContext, MeshConfig
 
-expected = reference()
 for layout in sys.argv[1:]:
     degrees = dict(pair.split("=") for pair in layout.split(","))
     with DistContext.launch(MeshConfig(**{name: int(degree) for name, degree in degrees.items()}), "cuda") as context:
+        expected = reference(device="cuda")
         for bucket_bytes in (1, 32 << 20):
             assert_same(step_of(context, 2, VALID, bucket_bytes), expected)

@@ -123,20 +123,20 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def reference(valid: tuple[int, ...] = (1, 7, 3, 5, 0, 8, 2, 6)) -> Step:
-    """Plain autograd of the mean over the whole batch."""
-    model = build()
-    loss = loss_sum(model, *global_batch(valid))
+def reference(valid: tuple[int, ...] = (1, 7, 3, 5, 0, 8, 2, 6), device: str = "cpu") -> Step:
+    """Plain autograd of the mean over the whole batch; other devices draw other weights."""
+    model = build(torch.device(device))
+    loss = loss_sum(model, *(t.to(device) for t in global_batch(valid)))
     (loss.sum / loss.weight.clamp(min=1)).backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained(model)}
+    gradients = {n: full_gradient(p) for n, p in trained(model)}
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     return Step(loss.mean().item(), int(loss.weight), norm, gradients)
 
 
-def build() -> Model:
+def build(device: torch.device) -> Model:
     with torch.device("meta"):
         model = Model().to(torch.float64)
-    materialize(model, device=torch.device("cpu"), seed=3)
+    materialize(model, device=device, seed=3)
     return model
 
 

@@ -52,6 +52,9 @@ class WideSums:
         """Keep the reduced buffer, and leave zeros to be cast and added."""
         self._reduced, self._begin = reduced.clone(), 0
         reduced.zero_()
+        if reduced.is_cuda:
+            # It is of another stream, to whose allocations torch 2.11 returns it before this one is done.
+            reduced.record_stream(torch.cuda.current_stream(reduced.device))
 
     def _add(self, parameter: Tensor, size: int) -> None:
         assert isinstance(parameter, DTensor)
