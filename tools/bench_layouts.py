@@ -1,10 +1,11 @@
 """The 8-layer card under several layouts: losses, speed, memory, and how much of the communication is exposed.
 
-    python -m torch.distributed.run --nproc-per-node 2 tools/bench_layouts.py replicate=2 shard=2 shard=2,expert=2
+    python tools/bench_layouts.py --trainer.microbatch 4 --trainer.global_batch 4
+    python -m torch.distributed.run --nproc-per-node 2 tools/bench_layouts.py replicate=2 shard=2 \\
+        --trainer.microbatch 4 --trainer.global_batch 8
 
-Every GPU trains on as many tokens in each layout, so that tokens/s of one GPU compare; without arguments on one GPU it
-is the reference of the others. A kernel's exposed time is that in which no other kernel than communication runs.
-Overrides of the configuration may follow, as of the example (``--trainer.microbatch 2``).
+Without a layout it runs on one rank, the reference of the others: for speed on as many samples a rank, for losses on as
+many in all. Options are those of the example. A kernel's exposed time is that in which nothing but communication runs.
 """
 
 import gc
@@ -30,7 +31,7 @@ from d9d.loop import Trainer  # noqa: E402
 from d9d.loop.config import load  # noqa: E402
 from d9d.mesh import DistContext, MeshConfig  # noqa: E402
 
-WARMUP, TIMED, PROFILED = 4, 10, 2
+WARMUP, TIMED, PROFILED = 4, 8, 2
 LOSS_AT = 5
 
 Interval = tuple[float, float]
@@ -51,10 +52,7 @@ def bench(mesh: MeshConfig, layout: str, overrides: Sequence[str]) -> None:
     """Train under one layout and print what was measured."""
     config = load(pretrain.PretrainConfig, EXAMPLE / "card.toml", overrides)
     with tempfile.TemporaryDirectory() as directory, DistContext.launch(mesh, config.device) as ctx:
-        samples = (config.trainer.microbatch or 1) * ctx.mesh("batch")["dp"].size()
-        config = attrs.evolve(
-            config, trainer=attrs.evolve(config.trainer, global_batch=samples, directory=Path(directory))
-        )
+        config = attrs.evolve(config, trainer=attrs.evolve(config.trainer, directory=Path(directory)))
         files, _ = read_library(held_out_bytes=config.held_out_bytes)
         trainer = pretrain.build_trainer(config, files, ctx)
         if ctx.device.type == "cuda":
@@ -62,7 +60,7 @@ def bench(mesh: MeshConfig, layout: str, overrides: Sequence[str]) -> None:
         losses: list[Tensor] = []
         _train(trainer, WARMUP, losses)
         seconds = _train(trainer, TIMED, losses) / TIMED
-        rate = samples * config.sequence / seconds / ctx.world_size
+        rate = config.trainer.global_batch * config.sequence / seconds / ctx.world_size
         memory = torch.cuda.max_memory_allocated() / 2**30 if ctx.device.type == "cuda" else 0.0
         if ctx.is_main:
             found = [f"{layout or 'one rank':<24}", f"loss {losses[LOSS_AT - 1]:.4f}, {losses[-1]:.4f}"]

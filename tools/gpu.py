@@ -18,7 +18,8 @@ from workspace import ROOT
 WHEELS = ROOT / ".whl"
 # What packages import at run time and GPU images tend to lack.
 MISSING = ("attrs", "cattrs", "rich", "markdown-it-py", "mdurl", "pygments", "typing-extensions")
-CARD = ("--trainer.microbatch", "4")
+SAMPLES = 4
+"""Of the card, on each GPU in a step."""
 LAYOUTS = {
     2: ("replicate=2", "shard=2", "replicate=2,expert=2", "shard=2,expert=2"),
     4: ("replicate=4", "shard=4", "replicate=2,shard=2", "replicate=4,expert=4", "shard=4,expert=2"),
@@ -41,11 +42,13 @@ def test() -> None:
 def bench() -> None:
     """Train the card on one GPU and, under several layouts, on all of them; measure GradientSync's overhead."""
     _python("tools/bench_gradient_sync.py")
-    _python("tools/bench_layouts.py", *CARD)
+    card = ("--trainer.microbatch", str(SAMPLES), "--trainer.global_batch")
+    _python("tools/bench_layouts.py", *card, str(SAMPLES))
     gpus = int(_output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())"))
-    if layouts := LAYOUTS.get(gpus):
+    if gpus > 1:
+        _python("tools/bench_layouts.py", *card, str(SAMPLES * gpus))
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
-        _python(*launch, "tools/bench_layouts.py", *layouts, *CARD)
+        _python(*launch, "tools/bench_layouts.py", *LAYOUTS[gpus], *card, str(SAMPLES * gpus))
 
 
 def _python(*arguments: str) -> None:
