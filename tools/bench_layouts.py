@@ -1,18 +1,17 @@
-"""The 8-layer card under several layouts: losses, speed, memory, and how much of the communication is exposed.
+"""The 8-layer card under a layout: losses, speed, memory, and how much of the communication is exposed.
 
     python tools/bench_layouts.py --trainer.microbatch 4 --trainer.global_batch 4
-    python -m torch.distributed.run --nproc-per-node 2 tools/bench_layouts.py replicate=2 shard=2 \\
+    python -m torch.distributed.run --nproc-per-node 2 tools/bench_layouts.py shard=2,expert=2 \\
         --trainer.microbatch 4 --trainer.global_batch 8
 
 Without a layout it runs on one rank, the reference of the others: for speed on as many samples a rank, for losses on as
 many in all. Options are those of the example. A kernel's exposed time is that in which nothing but communication runs.
 """
 
-import gc
 import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 
 import attrs
@@ -38,19 +37,11 @@ Interval = tuple[float, float]
 
 
 def main() -> None:
-    """Run every layout in turn."""
-    layouts = [argument for argument in sys.argv[1:] if "=" in argument and not argument.startswith("--")] or [""]
-    overrides = [argument for argument in sys.argv[1:] if argument not in layouts]
-    for layout in layouts:
-        degrees = dict(pair.split("=") for pair in layout.split(",") if pair)
-        bench(MeshConfig(**{name: int(degree) for name, degree in degrees.items()}), layout, overrides)
-        gc.collect()
-        torch.cuda.empty_cache()
-
-
-def bench(mesh: MeshConfig, layout: str, overrides: Sequence[str]) -> None:
-    """Train under one layout and print what was measured."""
-    config = load(pretrain.PretrainConfig, EXAMPLE / "card.toml", overrides)
+    """Train, and print what was measured."""
+    layout = next((argument for argument in sys.argv[1:2] if not argument.startswith("--")), "")
+    degrees = dict(pair.split("=") for pair in layout.split(",") if pair)
+    mesh = MeshConfig(**{name: int(degree) for name, degree in degrees.items()})
+    config = load(pretrain.PretrainConfig, EXAMPLE / "card.toml", sys.argv[1 + bool(layout) :])
     with tempfile.TemporaryDirectory() as directory, DistContext.launch(mesh, config.device) as ctx:
         config = attrs.evolve(config, trainer=attrs.evolve(config.trainer, directory=Path(directory)))
         files, _ = read_library(held_out_bytes=config.held_out_bytes)

@@ -48,7 +48,8 @@ def bench() -> None:
     if gpus > 1:
         _python("tools/bench_layouts.py", *card, str(SAMPLES * gpus))
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
-        _python(*launch, "tools/bench_layouts.py", *LAYOUTS[gpus], *card, str(SAMPLES * gpus))
+        for layout in LAYOUTS[gpus]:
+            _python(*launch, "tools/bench_layouts.py", layout, *card, str(SAMPLES * gpus))
 
 
 def _python(*arguments: str) -> None:

@@ -83,29 +83,28 @@ def local_tensor(tensor: Tensor) -> Tensor:
 
 
 class LocalLeaf:
-    """A leaf of autograd in the memory of a laid-out parameter, which modules use in its place while this is attached.
+    """A leaf of autograd in the memory of a laid-out parameter, which modules use in its place.
 
     Backward accumulates into the leaf's ``grad`` without a DTensor on the way. Neither a copy nor a pickle of the
     parameter has it.
+
+    Args:
+        parameter: Its modules use this leaf from now on, until `release` or the next leaf.
     """
 
     def __init__(self, parameter: DTensor) -> None:
-        self.tensor = local_tensor(parameter).detach().requires_grad_()
+        self.tensor: Tensor | None = local_tensor(parameter).detach().requires_grad_()
+        setattr(parameter, _LEAF, self)
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         return type(None), ()
 
-    def attach(self, parameter: DTensor) -> None:
-        """Have modules use the leaf, and not one that was attached before."""
-        setattr(parameter, _LEAF, self)
+    def release(self) -> None:
+        """Have modules use the parameter again."""
+        self.tensor = None
 
-    def detach(self, parameter: DTensor) -> None:
-        """Undo `attach`, unless another leaf has taken over."""
-        if self.is_attached(parameter):
-            delattr(parameter, _LEAF)
-
-    def is_attached(self, parameter: DTensor) -> bool:
-        """Whether modules use the leaf: a conversion such as ``module.to()`` ends that."""
+    def is_used(self, parameter: DTensor) -> bool:
+        """Whether the parameter's modules use the leaf: a conversion such as ``module.to()`` ends that too."""
         return getattr(parameter, _LEAF, None) is self
 
 
@@ -133,7 +132,7 @@ def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Mo
         if not isinstance(parameter, DTensor) or len(parameter.placements) != len(placements):
             return parameter
         leaf: LocalLeaf | None = getattr(parameter, _LEAF, None)
-        if leaf is not None and parameter.requires_grad:
+        if leaf is not None and leaf.tensor is not None and parameter.requires_grad:
             return leaf.tensor
         view: Tensor = parameter.to_local(grad_placements=placements)
         return view

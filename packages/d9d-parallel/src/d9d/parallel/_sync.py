@@ -71,8 +71,8 @@ class GradientSync:
                     handles.append(gradient.leaf.register_post_accumulate_grad_hook(collect))
                     if gradient.leaf is not parameter:
                         handles.append(parameter.register_post_accumulate_grad_hook(_refuse))
-        # Parameters hold their hooks and leaves, and this must not hold parameters beyond its own life.
-        leaves = [(weakref.ref(g.parameter), g.local) for g in self._gradients]
+        # Parameters hold their hooks and leaves: these must hold neither this nor, through it, the parameters.
+        leaves = [gradient.local for gradient in self._gradients if gradient.local is not None]
         weakref.finalize(self, _release, handles, leaves)
 
     @contextmanager
@@ -158,7 +158,7 @@ class _Gradient:
         self._view = view
         self._published = view
         if self.local is not None and isinstance(parameter, DTensor):
-            self.local.attach(parameter)
+            assert self.local.tensor is not None
             self.leaf = self.local.tensor
             self._published = DTensor.from_local(
                 view,
@@ -175,7 +175,7 @@ class _Gradient:
     def begin_step(self) -> None:
         if self.local is not None:
             assert isinstance(self.parameter, DTensor)
-            if not self.local.is_attached(self.parameter):
+            if not self.local.is_used(self.parameter):
                 raise RuntimeError(
                     f"a parameter of shape {tuple(self.parameter.shape)} was converted, or given to another "
                     "GradientSync, after this one was made: make a GradientSync when the module is as it stays"
@@ -261,12 +261,8 @@ def _refuse(parameter: Tensor) -> None:
     )
 
 
-def _release(
-    handles: Sequence[RemovableHandle], leaves: "Sequence[tuple[weakref.ref[nn.Parameter], LocalLeaf | None]]"
-) -> None:
+def _release(handles: Sequence[RemovableHandle], leaves: Sequence[LocalLeaf]) -> None:
     for handle in handles:
         handle.remove()
-    for reference, leaf in leaves:
-        parameter = reference()
-        if leaf is not None and isinstance(parameter, DTensor):
-            leaf.detach(parameter)
+    for leaf in leaves:
+        leaf.release()
