@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from ._collectives import broadcast_object
 from ._config import MeshConfig
 from ._domains import domain_shapes
 from ._failure import FailureWatch
+from ._objects import broadcast_object
 
 _launches = itertools.count()
 
