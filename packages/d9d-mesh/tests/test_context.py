@@ -1,15 +1,19 @@
 """Launch, meshes and what happens when a rank fails."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
 import textwrap
 import time
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import WorldError, run_world
@@ -45,6 +49,36 @@ def _own_domain() -> tuple[float, str]:
 
 def test_own_domains():
     assert run_world(4, _own_domain) == [(2.0, "('pair', 'member')"), (4.0, "('pair', 'member')")] * 2
+
+
+def _threads() -> int:
+    return int(re.findall(r"Threads:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+
+def _many_launches(*, raises: bool) -> list[int]:
+    counts = []
+    for _ in range(20):
+        with (
+            pytest.raises(ArithmeticError) if raises else nullcontext(),
+            DistContext.launch(MeshConfig(replicate=2, shard=2), "cpu") as context,
+        ):
+            mesh = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
+            rows = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Replicate(), Shard(0)])
+            assert (rows * 2).sum().full_tensor() == 56  # torch takes the sum's mesh from a cache
+            context.add_domain("own", {"own": 4})
+            counts.append(_threads())
+            if raises:
+                raise ArithmeticError
+    return counts
+
+
+def _many_launches_both_ways() -> list[int]:
+    return _many_launches(raises=False) + _many_launches(raises=True)
+
+
+def test_many_launches_in_a_job_that_goes_on_have_one_set_of_process_groups():
+    for counts in run_world(4, _many_launches_both_ways):
+        assert counts[-1] == counts[1]
 
 
 def test_a_single_process_is_a_world_of_one(monkeypatch):

@@ -8,6 +8,7 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from d9d.mesh.testing import WorldError, WorldTimeoutError, run_world
 
@@ -77,6 +78,19 @@ def test_a_world_that_was_killed_between_tests_is_replaced():
 def test_a_stuck_world_is_killed_and_its_stack_shown():
     with pytest.raises(WorldTimeoutError, match=r"did not finish on ranks \[0, 1\](?s:.)*_stuck_on_rank_1"):
         run_world(2, _stuck_on_rank_1, timeout=1.0)
+
+
+def _sum_over_a_mesh(groups_before: int) -> float:
+    for _ in range(groups_before):
+        dist.new_group([0])
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rows = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()])
+    return (rows * 2).sum().full_tensor().item()
+
+
+def test_what_torch_remembers_of_meshes_does_not_reach_the_next_task():
+    for groups_before in (0, 1):
+        assert run_world(4, _sum_over_a_mesh, groups_before) == [56.0] * 4
 
 
 def test_a_local_function_is_refused():

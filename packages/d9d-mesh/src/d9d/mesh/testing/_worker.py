@@ -19,6 +19,8 @@ import attrs
 import torch
 import torch.distributed as dist
 
+from .._shared import forget_meshes
+
 
 @attrs.frozen
 class Task:
@@ -58,6 +60,7 @@ def serve(connection: Connection, rank: int, size: int, port: int, stack_file: s
             if outcome.traceback is None:
                 dist.barrier()  # a rank that leaves early can abort the collective of another
                 dist.destroy_process_group()
+                forget_meshes()
                 gc.collect()
             connection.send_bytes(pickle.dumps(outcome))
 
