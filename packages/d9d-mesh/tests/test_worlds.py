@@ -2,6 +2,7 @@
 
 import os
 import signal
+import sys
 import time
 
 import attrs
@@ -10,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from d9d.mesh.testing import WorldError, WorldTimeoutError, run_world
+from d9d.mesh.testing import Ended, JobTimeoutError, WorldError, WorldTimeoutError, run_job, run_world
 
 
 @attrs.frozen
@@ -96,3 +97,18 @@ def test_what_torch_remembers_of_meshes_does_not_reach_the_next_task():
 def test_a_local_function_is_refused():
     with pytest.raises(ValueError, match="not a top-level function"):
         run_world(1, lambda: None)
+
+
+def _end_like(exit_codes: list[int]) -> None:
+    sys.stderr.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\n")
+    sys.exit(exit_codes[int(os.environ["RANK"])])
+
+
+def _never_end() -> None:
+    time.sleep(1000)
+
+
+def test_a_job_tells_how_each_rank_ended():
+    assert run_job(2, _end_like, [0, 3]) == [Ended(0, "rank 0 of 2\n"), Ended(3, "rank 1 of 2\n")]
+    with pytest.raises(JobTimeoutError, match=r"ranks \[0\] of _never_end did not end in 1.0 s\nrank 0:"):
+        run_job(1, _never_end, timeout=1.0)

@@ -25,6 +25,7 @@ from ._ragged import (
     gather_ragged,
     gather_ragged_async,
 )
+from ._random import RandomState, seed_rank
 
 __all__ = [
     # topology
@@ -47,5 +48,7 @@ __all__ = [
     "gather_ragged",
     "gather_ragged_async",
     # weights and random numbers
+    "RandomState",
     "materialize",
+    "seed_rank",
 ]
