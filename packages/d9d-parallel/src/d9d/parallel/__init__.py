@@ -4,6 +4,7 @@ A parallelize function turns parameters into DTensors and fixes over which mesh 
 `GradientSync` sums exactly those; `global_norm` and `scale_and_clip_` finish the step. Modules see local tensors.
 """
 
+from ._clip import NonFinite, scale_and_clip_
 from ._expert import parallelize_expert_parallel
 from ._fsdp import (
     ShardPolicy,
@@ -14,7 +15,7 @@ from ._fsdp import (
     sharded_microbatch,
 )
 from ._loss import LossSum
-from ._norm import global_norm, scale_and_clip_
+from ._norm import global_norm, group_norms, total_norm
 from ._protocols import SupportsExpertParallel
 from ._replicate import parallelize_replicate
 from ._stage import StageInfo
@@ -23,10 +24,12 @@ from ._sync import GradientSync
 __all__ = [
     "GradientSync",
     "LossSum",
+    "NonFinite",
     "ShardPolicy",
     "StageInfo",
     "SupportsExpertParallel",
     "global_norm",
+    "group_norms",
     "is_fully_sharded",
     "parallelize_expert_parallel",
     "parallelize_fsdp",
@@ -35,4 +38,5 @@ __all__ = [
     "prefetch",
     "scale_and_clip_",
     "sharded_microbatch",
+    "total_norm",
 ]
