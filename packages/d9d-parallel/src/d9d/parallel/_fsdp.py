@@ -176,7 +176,9 @@ def _fully_shard(
     wide_sums = None
     if any(is_narrow(parameter.dtype) for _, _, parameter in owned):
         ranks = mesh.size(mesh.ndim - 1)
-        wide_sums = WideSums([(o, n, _largest_shard(p, ranks, placement and placement(p))) for o, n, p in owned])
+        wide_sums = WideSums(
+            [(o, n, _largest_shard(p, ranks, placement(p) if placement else None)) for o, n, p in owned]
+        )
     fully_shard(
         unit if len(unit) > 1 else unit[0],
         mesh=mesh,
