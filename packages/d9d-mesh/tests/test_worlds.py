@@ -8,6 +8,9 @@ import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from d9d.mesh.testing import WorldError, WorldTimeoutError, run_world
 
@@ -82,3 +85,17 @@ def test_a_stuck_world_is_killed_and_its_stack_shown():
 def test_a_local_function_is_refused():
     with pytest.raises(ValueError, match="not a top-level function"):
         run_world(1, lambda: None)
+
+
+def _gather_a_parameter(other_groups: int) -> list[float]:
+    for _ in range(other_groups):
+        dist.new_group()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
+    # nn.Parameter detaches: an operation that torch remembers by its mesh
+    parameter = nn.Parameter(distribute_tensor(torch.arange(2.0), mesh, [Shard(0)]))
+    return parameter.full_tensor().tolist()
+
+
+def test_dtensors_of_one_task_do_not_use_the_groups_of_another():
+    for other_groups in (5, 0):  # names of groups are numbers, so that the first task's would not be there
+        assert run_world(4, _gather_a_parameter, other_groups) == [[0.0, 1.0]] * 4

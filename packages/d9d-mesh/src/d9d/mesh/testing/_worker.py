@@ -20,6 +20,7 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 
 @attrs.frozen
@@ -60,6 +61,9 @@ def serve(connection: Connection, rank: int, size: int, port: int, stack_file: s
             if outcome.traceback is None:
                 dist.barrier()  # a rank that leaves early can abort the collective of another
                 dist.destroy_process_group()
+                # torch remembers results of DTensor operations by meshes that equal those of the next task, with groups
+                # that are gone.
+                _clear_sharding_prop_cache()
                 gc.collect()
             connection.send_bytes(pickle.dumps(outcome))
 
