@@ -1,5 +1,6 @@
 """What one rank of a layout finds."""
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -105,12 +106,11 @@ class _Comparer:
 def _run(
     subject: LoadedSubject, module: nn.Module, oracle: Oracle, context: DistContext, compare: _Comparer
 ) -> Iterator[Comparison]:
-    parameters = named_parameters(module)
-    _check_shapes(parameters, oracle)
-    yield from compare.tensors(Quantity.INITIAL, 0, _whole(parameters), oracle.initial)
-    for names in oracle.ties:
-        is_tied = len({id(parameters[name]) for name in names}) == 1
-        yield compare.verdict(Quantity.TIE, 0, " = ".join(names), 1.0, 0.0 if is_tied else float("inf"), limit=0.0)
+    before = list(_compare_start(compare, named_parameters(module), oracle))
+    yield from before
+    if any(all_gather_objects(any(not c.passed for c in before))):
+        # All that follows would be wrong, or raise.
+        return
 
     data = context.mesh("batch")
     rank, ranks = data.get_local_rank("dp"), data["dp"].size()
@@ -128,6 +128,14 @@ def _run(
         parameters = named_parameters(module)
         yield from _compare_step(compare, number, parameters, result, expected)
         yield from _replicas(compare, number, parameters)
+
+
+def _compare_start(compare: _Comparer, parameters: Mapping[str, nn.Parameter], oracle: Oracle) -> Iterator[Comparison]:
+    _check_shapes(parameters, oracle)
+    yield from compare.tensors(Quantity.INITIAL, 0, _whole(parameters), oracle.initial)
+    for names in oracle.ties:
+        is_tied = len({id(parameters[name]) for name in names}) == 1
+        yield compare.verdict(Quantity.TIE, 0, " = ".join(names), 1.0, 0.0 if is_tied else math.inf, limit=0.0)
 
 
 def _compare_step(
