@@ -8,7 +8,7 @@ from ._certificate import Certificate, CertificateError
 from ._certify import certify
 from ._comparison import Comparison, Quantity
 from ._layout_result import Failure, LayoutResult
-from ._loop import default_loop, gradient_descent
+from ._loop import GradientDescent, default_loop
 from ._meshes import every_mesh, parse_mesh
 from ._protocols import Loop, Step, StepResult
 
@@ -17,6 +17,7 @@ __all__ = [
     "CertificateError",
     "Comparison",
     "Failure",
+    "GradientDescent",
     "LayoutResult",
     "Loop",
     "Quantity",
@@ -25,6 +26,5 @@ __all__ = [
     "certify",
     "default_loop",
     "every_mesh",
-    "gradient_descent",
     "parse_mesh",
 ]

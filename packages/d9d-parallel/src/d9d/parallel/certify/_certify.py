@@ -13,7 +13,7 @@ from d9d.mesh.testing import run_world
 from ._certificate import Certificate
 from ._comparison import Comparison
 from ._layout_result import LayoutResult, world_size
-from ._loop import default_loop, gradient_descent
+from ._loop import GradientDescent, default_loop
 from ._oracle import Oracle, compute
 from ._protocols import Batch, Loop, Loss, MakeOptimizer, ModuleIn, Split
 from ._rank import run_layouts
@@ -34,7 +34,7 @@ def certify(
     microbatches: Sequence[int] = (1, 2),
     max_norms: Sequence[float | None] = (None, 1e-2),
     loop: Loop = default_loop,
-    optimizer: MakeOptimizer = gradient_descent,
+    optimizer: MakeOptimizer = GradientDescent,
     timeout: float = 600.0,
 ) -> Certificate:
     """Prove that a layout trains as one process does, or show where it does not.

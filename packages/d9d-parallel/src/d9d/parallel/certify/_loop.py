@@ -6,15 +6,15 @@ from functools import reduce
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.optim import Optimizer
 
 from d9d.mesh import DistContext
 
+from .._bucket import local_tensor
 from .._fsdp import is_fully_sharded
 from .._loss import LossSum
 from .._norm import global_norm, scale_and_clip_
 from .._sync import GradientSync
-from ._protocols import Batch, Loss, Step, StepResult
+from ._protocols import Batch, Loss, Optimizer, Step, StepResult
 
 
 def default_loop(
@@ -47,7 +47,18 @@ def default_loop(
     return step
 
 
-def gradient_descent(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """The optimizer that is certified unless the user brings one; a wrong gradient shows in its full size."""
-    # One tensor at a time: DTensors of different meshes do not mix.
-    return torch.optim.SGD(parameters, lr=0.1, foreach=False)
+class GradientDescent:
+    """Subtracts a tenth of the gradient: the optimizer that is certified unless the user brings one.
+
+    What is wrong with a gradient shows in its full size, and tensors of any layout mix.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Make a step."""
+        for parameter in self._parameters:
+            if parameter.grad is not None:
+                local_tensor(parameter).sub_(local_tensor(parameter.grad), alpha=0.1)

@@ -6,6 +6,7 @@ import attrs
 import torch
 from torch import Tensor, nn
 
+from ._protocols import Optimizer
 from ._subject import LoadedSubject, Subject, named_parameters, ties
 
 
@@ -62,11 +63,9 @@ def compute(subject: Subject, counts: Sequence[int]) -> Oracle:
     return Oracle(initial=initial, ties=ties(parameters), total=total, shares=shares, steps=steps)
 
 
-def _step(
-    subject: LoadedSubject, module: nn.Module, optimizer: torch.optim.Optimizer, max_norm: float | None
-) -> OracleStep:
+def _step(subject: LoadedSubject, module: nn.Module, optimizer: Optimizer, max_norm: float | None) -> OracleStep:
     trained = [p for p in module.parameters() if p.requires_grad]
-    optimizer.zero_grad()
+    module.zero_grad()
     loss = subject.loss(module, subject.batch)
     mean = loss.sum / loss.weight
     torch.autograd.backward(mean)

@@ -1,11 +1,10 @@
 """What a user brings to be certified, and how their loop is driven."""
 
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol, TypeAlias, TypeVar
+from typing import Any, Protocol, TypeAlias, TypeVar
 
 import attrs
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from d9d.mesh import DistContext
 
@@ -20,6 +19,14 @@ Loss: TypeAlias = Callable[[ModuleIn, Batch], LossSum]
 
 Split: TypeAlias = Callable[[Batch, int, int], Batch]
 """``split(batch, index, count)``: the index-th of ``count`` parts that make up a batch; parts may be unequal."""
+
+
+class Optimizer(Protocol):
+    """What an optimizer has to do; those of torch do it."""
+
+    def step(self) -> Any:
+        """Move the parameters by their gradients."""
+
 
 MakeOptimizer: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 """An optimizer for the parameters of a module."""

@@ -125,9 +125,7 @@ def _run(
             yield compare.one(Quantity.SHARE, 1, shares.sum(0), oracle.total, name=ALL_SHARES)
             share = shares[first:end].sum(0)
             yield compare.one(Quantity.SHARE, 1, _sum(seen, context), share, name=f"data rank {rank}")
-        parameters = named_parameters(module)
-        yield from _compare_step(compare, number, parameters, result, expected)
-        yield from _replicas(compare, number, parameters)
+        yield from _compare_step(compare, number, module, result, expected)
 
 
 def _compare_start(compare: _Comparer, parameters: Mapping[str, nn.Parameter], oracle: Oracle) -> Iterator[Comparison]:
@@ -139,8 +137,9 @@ def _compare_start(compare: _Comparer, parameters: Mapping[str, nn.Parameter], o
 
 
 def _compare_step(
-    compare: _Comparer, number: int, parameters: Mapping[str, nn.Parameter], result: StepResult, expected: OracleStep
+    compare: _Comparer, number: int, module: nn.Module, result: StepResult, expected: OracleStep
 ) -> Iterator[Comparison]:
+    parameters = named_parameters(module)
     gradients = {
         name: torch.zeros(parameter.shape, dtype=parameter.dtype) if parameter.grad is None else whole(parameter.grad)
         for name, parameter in parameters.items()
@@ -150,15 +149,18 @@ def _compare_step(
     yield compare.one(Quantity.LOSS, number, whole(result.total.sum) / whole(result.total.weight), expected.loss)
     yield from compare.tensors(Quantity.GRADIENT, number, gradients, expected.gradients)
     yield compare.one(Quantity.NORM, number, whole(result.norm), expected.norm)
-    yield from compare.tensors(Quantity.PARAMETER, number, _whole(parameters), expected.parameters)
+    updated = _whole(parameters)
+    yield from compare.tensors(Quantity.PARAMETER, number, updated, expected.parameters)
+    yield from _replicas(compare, number, updated)
 
 
-def _replicas(compare: _Comparer, number: int, parameters: Mapping[str, nn.Parameter]) -> Iterator[Comparison]:
+def _replicas(compare: _Comparer, number: int, parameters: Mapping[str, Tensor]) -> Iterator[Comparison]:
     """Whether this rank sees the bits that the first rank sees; else they would drift apart."""
-    for name, tensor in _whole(parameters).items():
-        first = tensor.clone()
-        dist.broadcast(first, src=0)
-        ratio, error = ratio_and_error(tensor, first)
+    flat = torch.cat([tensor.flatten() for tensor in parameters.values()])
+    dist.broadcast(flat, src=0)
+    firsts = flat.split([tensor.numel() for tensor in parameters.values()])
+    for (name, tensor), first in zip(parameters.items(), firsts):
+        ratio, error = ratio_and_error(tensor.flatten(), first)
         yield compare.verdict(Quantity.REPLICA, number, name, ratio, error, limit=0.0)
 
 

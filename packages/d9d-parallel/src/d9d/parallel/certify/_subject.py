@@ -8,13 +8,12 @@ import attrs
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_map_only
 
 from d9d.mesh import DistContext, materialize
 
 from .._loss import LossSum
-from ._protocols import Step
+from ._protocols import Optimizer, Step
 from ._reference import Reference
 
 _SEED = 0
