@@ -9,7 +9,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
-from d9d.loop._state import _restore_random_state
 from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
@@ -448,11 +447,6 @@ def test_a_tied_weight_is_saved_once_and_comes_back(ctx, tmp_path):  # case 17
     ]
     assert all(map(torch.equal, weights(run).values(), weights(resumed).values()))
     assert torch.equal(resumed.module.head.weight, resumed.module.embed.weight)
-
-
-def test_random_state_of_a_kind_of_device_that_was_not_there_is_left(ctx):
-    with torch.random.fork_rng():
-        _restore_random_state({"random.cpu": torch.get_rng_state()}, torch.device("cuda"))
 
 
 def test_degrees_that_the_trainer_cannot_use_are_refused():

@@ -1,18 +1,20 @@
 """Launch, meshes and what happens when a rank fails."""
 
-import os
-import socket
-import subprocess
+import re
 import sys
-import textwrap
 import time
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
 from d9d.mesh import DistContext, MeshConfig
-from d9d.mesh.testing import WorldError, run_world
+from d9d.mesh.testing import WorldError, run_job, run_world
 
 
 def _coordinates(config: MeshConfig) -> dict[str, list[int]]:
@@ -45,6 +47,36 @@ def _own_domain() -> tuple[float, str]:
 
 def test_own_domains():
     assert run_world(4, _own_domain) == [(2.0, "('pair', 'member')"), (4.0, "('pair', 'member')")] * 2
+
+
+def _threads() -> int:
+    return int(re.findall(r"Threads:\s+(\d+)", Path("/proc/self/status").read_text())[0])
+
+
+def _many_launches(*, raises: bool) -> list[int]:
+    counts = []
+    for _ in range(20):
+        with (
+            pytest.raises(ArithmeticError) if raises else nullcontext(),
+            DistContext.launch(MeshConfig(replicate=2, shard=2), "cpu") as context,
+        ):
+            mesh = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
+            rows = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Replicate(), Shard(0)])
+            assert (rows * 2).sum().full_tensor() == 56  # torch takes the sum's mesh from a cache
+            context.add_domain("own", {"own": 4})
+            counts.append(_threads())
+            if raises:
+                raise ArithmeticError
+    return counts
+
+
+def _many_launches_both_ways() -> list[int]:
+    return _many_launches(raises=False) + _many_launches(raises=True)
+
+
+def test_many_launches_in_a_job_that_goes_on_have_one_set_of_process_groups():
+    for counts in run_world(4, _many_launches_both_ways):
+        assert counts[-1] == counts[1]
 
 
 def test_a_single_process_is_a_world_of_one(monkeypatch):
@@ -95,66 +127,50 @@ def test_a_failure_in_main_process_first_reaches_every_rank():
     assert "disk full" in other
 
 
-# Case 45 in processes of their own: neither torchrun nor the pool is there to clean up.
-FAILING = """
-    import torch, torch.distributed as dist
-    from torch import nn
-    from d9d.mesh import DistContext, MeshConfig
+class Broken(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("broken forward")
 
-    class Broken(nn.Module):
-        def forward(self, x):
-            raise ArithmeticError("broken forward")
 
-    def fail(where, context):
-        if where == "forward":
-            Broken()(torch.ones(1))
-        elif where == "hook":
-            x = torch.ones(1, requires_grad=True)
-            x.register_post_accumulate_grad_hook(lambda _: 1 / 0)
-            x.sum().backward()
-        with context.main_process_first():
-            raise OSError("nothing to prepare")
+def _fail_in_forward(context: DistContext) -> None:
+    Broken()(torch.ones(1))
 
+
+def _fail_in_hook(context: DistContext) -> None:
+    x = torch.ones(1, requires_grad=True)
+    x.register_post_accumulate_grad_hook(lambda _: 1 / 0)
+    x.sum().backward()
+
+
+def _fail_as_main(context: DistContext) -> None:
+    with context.main_process_first():
+        raise OSError("nothing to prepare")
+
+
+def _failing_job(fail: Callable[[DistContext], None], rank: int) -> None:
     with DistContext.launch(MeshConfig(replicate=-1), "cpu") as context:
-        if context.rank == {rank}:
-            fail({where!r}, context)
+        if context.rank == rank:
+            fail(context)
+        elif fail is _fail_as_main:
+            with context.main_process_first():
+                pass
         dist.barrier()
         dist.barrier()
-"""
 
 
 @pytest.mark.parametrize(
-    ("where", "rank", "cause"),
+    ("fail", "rank", "cause"),
     [
-        ("forward", 0, "ArithmeticError: broken forward"),
-        ("hook", 1, "ZeroDivisionError"),
+        (_fail_in_forward, 0, "ArithmeticError: broken forward"),
+        (_fail_in_hook, 1, "ZeroDivisionError"),
+        (_fail_as_main, 0, "OSError: nothing to prepare"),
     ],
 )
-def test_an_exception_on_one_rank_ends_all_ranks_with_its_traceback(where, rank, cause):
-    ranks = _start(2, FAILING.format(where=where, rank=rank))
-    outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    assert all(process.returncode for process in ranks), outputs
-    for output in outputs:
-        assert cause in output
-    assert f"leaves because rank {rank} failed" in "".join(outputs)
-
-
-def _start(size: int, script: str) -> list[subprocess.Popen[str]]:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    return [
-        subprocess.Popen(
-            [sys.executable, "-c", textwrap.dedent(script)],
-            env=os.environ
-            | {"RANK": str(r), "WORLD_SIZE": str(size), "LOCAL_RANK": str(r), "OMP_NUM_THREADS": "1"}
-            | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for r in range(size)
-    ]
+def test_an_exception_on_one_rank_ends_all_ranks_with_its_traceback(fail, rank, cause):
+    """Case 45."""
+    ranks = run_job(2, _failing_job, fail, rank)
+    assert all(ended.exit_code for ended in ranks), ranks
+    assert all(cause in ended.output for ended in ranks), ranks
 
 
 def _raise_in_main_first() -> None:
@@ -171,26 +187,21 @@ def test_a_failure_of_another_rank_in_main_process_first_is_its_own():
     assert caught.value.rank == 1
 
 
-LEAVING = """
-    import sys, time
-    import torch.distributed as dist
-    from d9d.mesh import DistContext, MeshConfig
-
-    with DistContext.launch(MeshConfig(replicate=-1), "cpu") as context:
+def _launch_twice() -> None:
+    with DistContext.launch(MeshConfig(replicate=-1), "cpu"):
         dist.barrier()
     with DistContext.launch(MeshConfig(replicate=-1), "cpu") as context:
         dist.barrier()
         time.sleep(1.5 * context.rank)
-        print("leaves")
+        sys.stdout.write("leaves\n")
         sys.exit(0)
-"""
 
 
 def test_ranks_may_launch_again_and_leave_by_a_successful_exit():
-    ranks = _start(2, LEAVING)
-    outputs = [process.communicate(timeout=300)[0] for process in ranks]
-    assert [process.returncode for process in ranks] == [0, 0], outputs
-    assert all("leaves" in output and "SystemExit" not in output for output in outputs)
+    for ended in run_job(2, _launch_twice):
+        assert ended.exit_code == 0, ended
+        assert "leaves" in ended.output
+        assert "SystemExit" not in ended.output
 
 
 def test_a_launch_that_fails_leaves_no_process_group(monkeypatch):

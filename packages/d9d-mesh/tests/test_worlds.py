@@ -2,17 +2,16 @@
 
 import os
 import signal
+import sys
 import time
 
 import attrs
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from d9d.mesh.testing import WorldError, WorldTimeoutError, run_world
+from d9d.mesh.testing import Ended, JobTimeoutError, WorldError, WorldTimeoutError, run_job, run_world
 
 
 @attrs.frozen
@@ -82,20 +81,34 @@ def test_a_stuck_world_is_killed_and_its_stack_shown():
         run_world(2, _stuck_on_rank_1, timeout=1.0)
 
 
+def _sum_over_a_mesh(groups_before: int) -> float:
+    for _ in range(groups_before):
+        dist.new_group([0])
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    rows = distribute_tensor(torch.arange(8.0).view(4, 2), mesh, [Shard(0), Replicate()])
+    return (rows * 2).sum().full_tensor().item()
+
+
+def test_what_torch_remembers_of_meshes_does_not_reach_the_next_task():
+    for groups_before in (0, 1):
+        assert run_world(4, _sum_over_a_mesh, groups_before) == [56.0] * 4
+
+
 def test_a_local_function_is_refused():
     with pytest.raises(ValueError, match="not a top-level function"):
         run_world(1, lambda: None)
 
 
-def _gather_a_parameter(other_groups: int) -> list[float]:
-    for _ in range(other_groups):
-        dist.new_group()
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))["b"]
-    # nn.Parameter detaches: an operation that torch remembers by its mesh
-    parameter = nn.Parameter(distribute_tensor(torch.arange(2.0), mesh, [Shard(0)]))
-    return parameter.full_tensor().tolist()
+def _end_like(exit_codes: list[int]) -> None:
+    sys.stderr.write(f"rank {os.environ['RANK']} of {os.environ['WORLD_SIZE']}\n")
+    sys.exit(exit_codes[int(os.environ["RANK"])])
 
 
-def test_dtensors_of_one_task_do_not_use_the_groups_of_another():
-    for other_groups in (5, 0):  # names of groups are numbers, so that the first task's would not be there
-        assert run_world(4, _gather_a_parameter, other_groups) == [[0.0, 1.0]] * 4
+def _never_end() -> None:
+    time.sleep(1000)
+
+
+def test_a_job_tells_how_each_rank_ended():
+    assert run_job(2, _end_like, [0, 3]) == [Ended(0, "rank 0 of 2\n"), Ended(3, "rank 1 of 2\n")]
+    with pytest.raises(JobTimeoutError, match=r"ranks \[0\] of _never_end did not end in 1.0 s\nrank 0:"):
+        run_job(1, _never_end, timeout=1.0)

@@ -67,8 +67,17 @@ def _compiled() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
 
+    sync = GradientSync([list(module.parameters())])
+    gradients = []
+    for run in (module, compiled):
+        with sync.microbatch(0, last=True):
+            run(x).sum().backward()
+        sync.finish()
+        gradients.append([p.grad.full_tensor().clone() for p in module.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
 
-def test_compiles_to_one_graph():
+
+def test_compiles_to_one_graph_with_and_without_a_sync():
     run_world(2, _compiled)
 
 

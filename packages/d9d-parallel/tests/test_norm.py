@@ -1,4 +1,4 @@
-"""Norm and clipping over mixed layouts."""
+"""Norms over mixed layouts."""
 
 import math
 
@@ -7,10 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
-from d9d.parallel import global_norm, scale_and_clip_
+from d9d.parallel import ShardPolicy, global_norm, group_norms, parallelize_expert_parallel, total_norm
 
 SHAPES = {"replicated": (5, 3), "uneven": (5, 2), "empty_on_some": (3,), "both_dims": (6, 8), "plain": (7,)}
 
@@ -26,6 +27,23 @@ def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
+def _collectives(norm, parameters) -> int:
+    with CommDebugMode() as counted:
+        norm(parameters)
+    return counted.get_total_counts()
+
+
+def _norms_with(bad: float, parameters: list[nn.Parameter], types: list[float]) -> list[float]:
+    """With one bad element, which one rank alone holds."""
+    gradient = next(p for p in parameters if p.grad is not None and p.shape == SHAPES["both_dims"]).grad.to_local()
+    before = gradient.clone()
+    if dist.get_rank() == 3:
+        gradient[-1, -1] = bad
+    norms = [global_norm(parameters, norm_type=t).item() for t in types]
+    gradient.copy_(before)
+    return norms
+
+
 def _norms(types: list[float]) -> list[float]:
     mesh = DistContext.launch(MeshConfig(replicate=2, shard=2), "cpu").mesh("dense")["dp_replicate", "dp_cp_shard"]
     placements = {
@@ -39,6 +57,16 @@ def _norms(types: list[float]) -> list[float]:
     parameters.append(_with_gradient(gradients["plain"]))
     parameters.append(nn.Parameter(torch.zeros(3, dtype=torch.float64)))  # has no gradient
     norms = [global_norm(parameters, norm_type=t).item() for t in types]
+    groups = {"first": parameters[:2], "none": [], "rest": parameters[2:]}
+    for norm_type, norm in zip(types, norms):
+        by_group = group_norms(groups, norm_type=norm_type)
+        assert list(by_group) == list(groups)
+        assert by_group["none"] == 0
+        assert by_group["first"].item() == pytest.approx(global_norm(parameters[:2], norm_type=norm_type).item())
+        assert total_norm(by_group.values(), norm_type=norm_type).item() == pytest.approx(norm, rel=1e-14)
+    assert _collectives(group_norms, groups) == _collectives(global_norm, parameters) == 3
+    for bad in (math.nan, math.inf):
+        assert not any(math.isfinite(norm) for norm in _norms_with(bad, parameters, types))
     partial = _with_gradient(gradients["plain"])
     partial.grad = None
     summed = distribute_tensor(gradients["plain"], mesh, [Replicate(), Replicate()])
@@ -56,6 +84,47 @@ def test_shards_on_any_dims_count_once():
     expected = [torch.linalg.vector_norm(whole, t).item() for t in types]
     for norms in run_world(4, _norms, types):
         assert norms == pytest.approx(expected, rel=1e-12)
+
+
+class Experts(nn.Module):
+    """So odd on dim 1 that ep_shard has to split dim 0 once more."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.num_experts = count
+        self.weight = nn.Parameter(torch.randn(count, 3, 2, dtype=torch.float64))
+
+    def expert_parameters(self):
+        yield self.weight
+
+    def set_expert_group(self, group, *, dispatcher=None) -> None:
+        pass
+
+
+def _strided(counts: list[int], types: list[float]) -> list[tuple[list[float], list[float]]]:
+    mesh = DistContext.launch(MeshConfig(shard=4, expert=2), "cpu").mesh("expert")["ep_replicate", "ep_shard", "ep"]
+    found = []
+    for count in counts:
+        experts = Experts(count)
+        whole = experts.weight.detach().clone()
+        parallelize_expert_parallel(experts, mesh, policy=ShardPolicy(compute_dtype=None, reduce_dtype=None))
+        (parameter,) = experts.parameters()
+        assert [type(p).__name__ for p in parameter.placements] == ["_StridedShard", "Shard"]
+        parameter.grad = parameter.detach().clone()
+        found.append(
+            (
+                [global_norm([parameter], norm_type=t).item() for t in types],
+                [torch.linalg.vector_norm(whole, t).item() for t in types],
+            )
+        )
+    return found
+
+
+def test_experts_split_twice_on_one_dim_count_once():
+    """Case 11, evenly, unevenly, and with ranks that hold none."""
+    for cases in run_world(4, _strided, [4, 6, 2], [1.0, 2.0, math.inf]):
+        for found, expected in cases:
+            assert found == pytest.approx(expected, rel=1e-12)
 
 
 def _two_stages(norm_type: float) -> float:
@@ -86,32 +155,6 @@ def test_no_gradients_have_norm_zero():
     assert global_norm([nn.Parameter(torch.ones(2))]).item() == 0
     with pytest.raises(ValueError, match="positive p"):
         global_norm([], norm_type=0.0)
-
-
-@pytest.mark.parametrize(
-    ("weight", "max_norm", "expected"),
-    [
-        (2, None, [1.5, 2.0]),  # the mean
-        (2, 10.0, [1.5, 2.0]),  # its norm is 2.5
-        (2, 0.5, [0.3, 0.4]),
-        (2, 0.0, [0.0, 0.0]),
-        (0, 1.0, [0.0, 0.0]),
-        (0, None, [0.0, 0.0]),
-    ],
-)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_clips_the_norm_of_the_mean(weight, max_norm, expected, dtype):
-    parameter = _with_gradient(torch.tensor([3.0, 4.0], dtype=dtype))
-    norm = global_norm([parameter])
-    scale_and_clip_([parameter], weight=torch.tensor(weight), norm=norm, max_norm=max_norm)
-    assert parameter.grad.dtype == dtype
-    torch.testing.assert_close(parameter.grad, torch.tensor(expected, dtype=dtype))
-
-
-def test_zero_gradients_stay_zero():
-    parameter = _with_gradient(torch.zeros(2))
-    scale_and_clip_([parameter], weight=torch.tensor(3), norm=global_norm([parameter]), max_norm=0.0)
-    assert parameter.grad.tolist() == [0.0, 0.0]
 
 
 def test_the_norm_of_bf16_gradients_is_not_rounded_to_bf16():

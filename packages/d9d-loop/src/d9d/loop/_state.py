@@ -1,15 +1,18 @@
 """What a checkpoint of a run holds, and how a run goes on from one."""
 
 from collections.abc import Mapping
+from typing import TypeVar
 
 import attrs
-import torch
 from torch import Tensor, nn
 
 from d9d.ckpt import JSON, JobCheckpoint, JobCheckpoints
+from d9d.mesh import RandomState
 
 from ._protocols import Metric
 from .optim import NamedStateOptimizer
+
+V = TypeVar("V")
 
 
 @attrs.frozen(kw_only=True)
@@ -25,8 +28,8 @@ class RunState:
     metrics: Mapping[str, Metric]
     """What each rank has gathered since the last line of the log."""
 
-    device: torch.device
-    """Whose random state belongs to the run, next to the host's."""
+    random: RandomState
+    """The streams of each rank."""
 
     identity: Mapping[str, JSON]
     """What must not change within a run, such as the seed: a checkpoint of another value is refused."""
@@ -51,14 +54,14 @@ class RunState:
             step,
             self._tensors(),
             shared={"tokens": tokens, **self.identity},
-            per_rank={**_random_state(self.device), **self._metric_state()},
+            per_rank={**_prefixed("random", self.random.state_dict()), **self._metric_state()},
         )
 
     def restore(self, checkpoint: JobCheckpoint) -> int:
         """Take everything back, in place; collective.
 
         Random state and metrics come back only where the number of ranks is the one that saved them; a metric, or a
-        kind of device, that was not there then keeps its state.
+        random stream, that was not there then keeps its state.
 
         Returns:
             The tokens trained on.
@@ -77,13 +80,11 @@ class RunState:
         checkpoint.load(self._tensors())
         per_rank = checkpoint.per_rank()
         if per_rank is not None:
-            tensors = {name: value for name, value in per_rank.items() if isinstance(value, Tensor)}
-            _restore_random_state(tensors, self.device)
+            self.random.load_state_dict(_without_prefix("random", per_rank))
             for name, metric in self.metrics.items():
-                prefix = f"metric.{name}."
-                gathered = {k.removeprefix(prefix): value for k, value in tensors.items() if k.startswith(prefix)}
+                gathered = _without_prefix(f"metric.{name}", per_rank)
                 if gathered:
-                    metric.load_state_dict(gathered)
+                    metric.load_state_dict({key: value for key, value in gathered.items() if isinstance(value, Tensor)})
         tokens = saved["tokens"]
         assert isinstance(tokens, int)
         return tokens
@@ -103,21 +104,17 @@ class RunState:
         return model | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.named_state().items()}
 
     def _metric_state(self) -> dict[str, Tensor]:
-        return {
-            f"metric.{name}.{key}": value
-            for name, metric in self.metrics.items()
-            for key, value in metric.state_dict().items()
-        }
+        state: dict[str, Tensor] = {}
+        for name, metric in self.metrics.items():
+            state |= _prefixed(f"metric.{name}", metric.state_dict())
+        return state
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
-    state = {"random.cpu": torch.get_rng_state()}
-    if device.type == "cuda":
-        state["random.cuda"] = torch.cuda.get_rng_state(device)
-    return state
+def _prefixed(prefix: str, state: Mapping[str, V]) -> dict[str, V]:
+    return {f"{prefix}.{name}": value for name, value in state.items()}
 
 
-def _restore_random_state(state: Mapping[str, Tensor], device: torch.device) -> None:
-    torch.set_rng_state(state["random.cpu"])
-    if device.type == "cuda" and "random.cuda" in state:
-        torch.cuda.set_rng_state(state["random.cuda"], device)
+def _without_prefix(prefix: str, state: Mapping[str, V]) -> dict[str, V]:
+    """The part of a state that has a prefix."""
+    start = f"{prefix}."
+    return {name.removeprefix(start): value for name, value in state.items() if name.startswith(start)}

@@ -11,14 +11,13 @@ import torch
 from torch import nn
 
 from d9d.ckpt import JobCheckpoints
-from d9d.mesh import DistContext, materialize
+from d9d.mesh import DistContext, RandomState, materialize, seed_rank
 from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_
 
 from ._batch_sum import sum_losses
 from ._config import TrainerConfig
 from ._log import OWN_NUMBERS, RunLog, StepResult
 from ._protocols import Metric, ModelProvider, Task
-from ._seed import seed_rank
 from ._state import RunState
 from .data import Batches, Collate, SampleOrder, SizedDataset, to_device
 from .optim import set_learning_rate
@@ -70,7 +69,7 @@ class Trainer:
             module=self.module,
             optimizer=self.optimizer,
             metrics=self.metrics,
-            device=ctx.device,
+            random=RandomState(ctx.device),
             identity={"seed": config.seed, "global_batch": config.global_batch, "samples": len(dataset)},
         )
         self.checkpoints = JobCheckpoints(config.directory / "checkpoints", keep=config.checkpoints_kept)
@@ -126,7 +125,7 @@ class Trainer:
 
     def _seed_or_restore(self) -> None:
         checkpoint = self.checkpoints.latest()
-        seed_rank(self.ctx, seed=self.config.seed, step=0 if checkpoint is None else checkpoint.step)
+        seed_rank(self.ctx.mesh("batch"), seed=self.config.seed, step=0 if checkpoint is None else checkpoint.step)
         if checkpoint is not None:
             self.step = checkpoint.step
             self.tokens.fill_(self.state.restore(checkpoint))

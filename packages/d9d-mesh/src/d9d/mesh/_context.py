@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import os
 import traceback
 from collections.abc import Generator, Mapping
@@ -13,12 +14,13 @@ from typing import Self
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh
 
-from ._collectives import broadcast_object
 from ._config import MeshConfig
 from ._domains import domain_shapes
 from ._failure import FailureWatch
+from ._objects import broadcast_object
+from ._shared import forget_meshes, shared_mesh
 
 _launches = itertools.count()
 
@@ -68,7 +70,8 @@ class DistContext:
     ) -> "DistContext":
         """Join the job that ``torchrun`` started, or be a world of one.
 
-        A default process group that exists already is used, and is left as it is.
+        A default process group that exists already is used, and is left as it is. The meshes stay with it: a later
+        launch finds them, so that any number of launches of one shape has one set of process groups.
 
         Args:
             config: Degrees; at most one of them is -1.
@@ -94,7 +97,7 @@ class DistContext:
             if watch:
                 watch.report(error)
             else:
-                dist.destroy_process_group()
+                _leave()
             raise
 
     def mesh(self, domain: str = "dense") -> DeviceMesh:
@@ -110,6 +113,8 @@ class DistContext:
     def add_domain(self, name: str, dims: Mapping[str, int]) -> DeviceMesh:
         """Lay the ranks out in one more way; every rank must call this, in the same order.
 
+        Domains of equal dims share one mesh, and its process groups.
+
         Args:
             name: Under which `mesh` finds it.
             dims: Name and size of each mesh dim, slowest first; the sizes multiply to the world size.
@@ -119,12 +124,10 @@ class DistContext:
         """
         if name in self._meshes:
             raise ValueError(f"domain {name!r} exists already")
-        shape = tuple(dims.values())
-        if (size := torch.Size(shape).numel()) != self.world_size:
+        if (size := math.prod(dims.values())) != self.world_size:
             raise ValueError(f"domain {name!r} of {dict(dims)} takes {size} ranks, and there are {self.world_size}")
-        mesh = init_device_mesh(self.device.type, shape, mesh_dim_names=tuple(dims))
-        self._meshes[name] = mesh
-        return mesh
+        self._meshes[name] = shared_mesh(self.device.type, dims)
+        return self._meshes[name]
 
     @property
     def is_main(self) -> bool:
@@ -177,7 +180,7 @@ class DistContext:
             # A rank that leaves early can abort the collective of another.
             dist.barrier()
             self._watch.stop()
-        dist.destroy_process_group()
+        _leave()
 
 
 def _is_success(error: BaseException) -> bool:
@@ -202,6 +205,11 @@ def _join(device: torch.device, timeouts: Timeouts) -> FailureWatch | None:
         device_id=device if device.type == "cuda" else None,
     )
     return FailureWatch(store, rank) if size > 1 else None
+
+
+def _leave() -> None:
+    dist.destroy_process_group()
+    forget_meshes()
 
 
 def _under_launcher() -> bool:

@@ -5,10 +5,18 @@ A parallelize function turns parameters into DTensors and fixes over which mesh 
 `certify` proves that a layout of anybody's model trains as one process does.
 """
 
+from ._clip import NonFinite, scale_and_clip_
 from ._expert import parallelize_expert_parallel
-from ._fsdp import ShardPolicy, is_fully_sharded, parallelize_fsdp, parallelize_hsdp
+from ._fsdp import (
+    ShardPolicy,
+    is_fully_sharded,
+    parallelize_fsdp,
+    parallelize_hsdp,
+    prefetch,
+    sharded_microbatch,
+)
 from ._loss import LossSum
-from ._norm import global_norm, scale_and_clip_
+from ._norm import global_norm, group_norms, total_norm
 from ._protocols import SupportsExpertParallel
 from ._replicate import parallelize_replicate
 from ._stage import StageInfo
@@ -20,15 +28,20 @@ __all__ = [
     "CertificateError",
     "GradientSync",
     "LossSum",
+    "NonFinite",
     "ShardPolicy",
     "StageInfo",
     "SupportsExpertParallel",
     "certify",
     "global_norm",
+    "group_norms",
     "is_fully_sharded",
     "parallelize_expert_parallel",
     "parallelize_fsdp",
     "parallelize_hsdp",
     "parallelize_replicate",
+    "prefetch",
     "scale_and_clip_",
+    "sharded_microbatch",
+    "total_norm",
 ]

@@ -1,23 +1,20 @@
-"""The norm of all gradients, and the one multiplication that applies weight and clipping."""
+"""The norm of all gradients, and of groups of them."""
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import reduce
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Partial, Replicate
 
-from ._bucket import local_tensor
+from ._layout import local_tensor
+from ._split import Parameters, Split, named
 
 
-@torch.no_grad()
 def global_norm(
-    parameters: Iterable[nn.Parameter],
+    parameters: Parameters,
     *,
     norm_type: float = 2.0,
     pp_group: ProcessGroup | None = None,
@@ -26,12 +23,12 @@ def global_norm(
     """The norm of the gradients of a whole model, as if it lay on one rank.
 
     Every element counts once: shards are summed over the mesh dims that split them, replicas are not. The number
-    of collectives depends on the meshes and not on the number of tensors. A gradient that is not finite makes a norm
-    that is not finite.
+    of collectives depends on the meshes and not on the number of tensors. A NaN or an infinity anywhere makes a norm
+    that is not finite, of any type, on every rank.
 
     Args:
-        parameters: All parameters that this rank holds, in one order on all ranks; those without a gradient are
-            skipped.
+        parameters: All parameters that this rank holds, with or without names, in one order on all ranks; those
+            without a gradient are skipped.
         norm_type: p of the p-norm; ``inf`` for the largest magnitude.
         pp_group: Ranks that hold the other stages of the model.
         tied: Parameters that another stage counts.
@@ -42,83 +39,68 @@ def global_norm(
     Raises:
         ValueError: A gradient is Partial, that is, not yet summed over ranks, or ``norm_type`` is not positive.
     """
+    (norm,) = group_norms({"": parameters}, norm_type=norm_type, pp_group=pp_group, tied=tied).values()
+    return norm
+
+
+@torch.no_grad()
+def group_norms(
+    groups: Mapping[str, Parameters],
+    *,
+    norm_type: float = 2.0,
+    pp_group: ProcessGroup | None = None,
+    tied: Collection[nn.Parameter] = (),
+) -> dict[str, Tensor]:
+    """As `global_norm`, one norm for each group, in the same number of collectives.
+
+    Args:
+        groups: Parameters by the name of their group: the same names in one order on all ranks, also of other stages;
+            a group may be empty on some.
+        norm_type: As there.
+        pp_group: As there.
+        tied: As there.
+
+    Raises:
+        ValueError: As there.
+    """
     if norm_type <= 0:
         raise ValueError(f"norm_type is {norm_type!r}: a norm needs a positive p, or inf")
     skipped = set(tied)
-    counted = [p for p in parameters if p not in skipped]
-    # By parameter: a rank without a gradient takes part in the same collectives as the others.
-    by_split: dict[_Split, list[Tensor]] = {}
-    for parameter in counted:
-        gradient = parameter.grad
-        tensors = by_split.setdefault(_split(parameter if gradient is None else gradient), [])
-        if gradient is not None:
-            tensors.append(local_tensor(gradient))
+    device = None
+    by_split: dict[Split, list[list[Tensor]]] = {}
+    for place, parameters in enumerate(groups.values()):
+        for name, parameter in named(parameters):
+            if parameter in skipped:
+                continue
+            device = device or parameter.device
+            # By parameter: a rank without a gradient takes part in the same collectives as the others.
+            parts = by_split.setdefault(Split.of_gradient(parameter, name), [[] for _ in groups])
+            if parameter.grad is not None:
+                parts[place].append(local_tensor(parameter.grad))
     is_max = math.isinf(norm_type)
     reduce_op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     # fp64: a sum over layers, shards and stages shall not depend on its order.
-    total = torch.zeros((), dtype=torch.float64, device=counted[0].device if counted else None)
-    for split, tensors in by_split.items():
-        part = _power_sum(tensors, norm_type, total.device)
+    total = torch.zeros(len(groups), dtype=torch.float64, device=device)
+    for split, parts in by_split.items():
+        part = torch.stack([_power_sum(tensors, norm_type, total.device) for tensors in parts])
         for group in split.groups():
             dist.all_reduce(part, reduce_op, group=group)
         total = torch.maximum(total, part) if is_max else total + part
     if pp_group is not None:
         dist.all_reduce(total, reduce_op, group=pp_group)
-    return total if is_max else total ** (1.0 / norm_type)
+    norms = total if is_max else total ** (1.0 / norm_type)
+    return dict(zip(groups, norms.unbind()))
 
 
-@torch.no_grad()
-def scale_and_clip_(
-    parameters: Iterable[nn.Parameter], *, weight: Tensor, norm: Tensor, max_norm: float | None
-) -> None:
-    """Turn gradients of a summed loss into clipped gradients of its mean, in one pass over them.
-
-    Multiplies by ``min(1, max_norm · weight / norm) / weight``, without reading anything back to the host. Where
-    ``weight`` or ``max_norm`` is 0 the gradients become 0. A norm that is not finite leaves gradients that are not
-    finite, or 0: check the norm before, if such a step shall be skipped.
+def total_norm(norms: Iterable[Tensor], *, norm_type: float = 2.0) -> Tensor:
+    """The norm of all gradients from those of groups that share none, without communication.
 
     Args:
-        parameters: Those without a gradient are skipped.
-        weight: Global weight of the loss, 0-dim.
-        norm: Norm of the gradients as they are, of the *sum*; 0-dim.
-        max_norm: Largest norm of the gradients of the *mean*; ``None`` does not clip.
+        norms: Values of `group_norms`, at least one.
+        norm_type: The one they were made with.
     """
-    weight, norm = weight.to(torch.float64), norm.to(torch.float64)
-    scale = 1.0 / weight
-    if max_norm is not None:
-        scale = torch.where(norm > max_norm * weight, max_norm / norm, scale)
-    scale = torch.where(weight > 0, scale, 0.0)
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            by_dtype.setdefault(parameter.grad.dtype, []).append(local_tensor(parameter.grad))
-    for dtype, gradients in by_dtype.items():
-        # The multi-tensor form takes a scale of the gradients' own precision.
-        torch._foreach_mul_(gradients, scale.to(torch.promote_types(dtype, torch.float32)))
-
-
-@attrs.frozen
-class _Split:
-    """Over which dims of which mesh a tensor is split."""
-
-    mesh: DeviceMesh | None = None
-    dims: tuple[int, ...] = ()
-
-    def groups(self) -> list[ProcessGroup]:
-        return [self.mesh.get_group(dim) for dim in self.dims] if self.mesh else []
-
-
-def _split(tensor: Tensor) -> _Split:
-    if not isinstance(tensor, DTensor):
-        return _Split()
-    if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise ValueError(
-            f"a gradient of shape {tuple(tensor.shape)} has placements {tensor.placements}: its addends are not summed "
-            "yet; call GradientSync.finish() first"
-        )
-    mesh = tensor.device_mesh
-    split = (dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
-    return _Split(mesh, tuple(dim for dim in split if mesh.size(dim) > 1))
+    total: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)), norm_type)
+    return total
 
 
 def _power_sum(tensors: Sequence[Tensor], norm_type: float, device: torch.device) -> Tensor:

@@ -23,6 +23,9 @@ from ._worker import Outcome, Task, serve
 
 T = TypeVar("T")
 
+PRELOAD = [serve.__module__, "torch.distributed.tensor"]
+"""What the fork server imports, once."""
+
 _START_SECONDS = 300.0
 _worlds: dict[int, "_World"] = {}
 
@@ -66,7 +69,7 @@ def run_world(size: int, function: Callable[..., T], *args: Any, timeout: float 
     if world is None or not world.is_alive():
         world = _World(size)
     try:
-        results: list[T] = world.run(_task(function, args), timeout)
+        results: list[T] = world.run(task_of(function, args), timeout)
     except BaseException:
         # Its ranks may be anywhere: the next test gets a new one.
         world.kill()
@@ -84,7 +87,7 @@ def stop_worlds() -> None:
 atexit.register(stop_worlds)
 
 
-def _task(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
+def task_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
     if not inspect.isfunction(function) or "<locals>" in function.__qualname__:
         raise ValueError(f"{function!r} is not a top-level function of a module: a worker finds it by name only")
     return Task(
@@ -98,7 +101,7 @@ def _task(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
 class _World:
     def __init__(self, size: int) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([serve.__module__, "torch.distributed.tensor"])
+        context.set_forkserver_preload(PRELOAD)
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="d9d-world-")
         self._connections: list[Connection] = []

@@ -20,7 +20,8 @@ from typing import Any
 import attrs
 import torch
 import torch.distributed as dist
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+from .._shared import forget_meshes
 
 
 @attrs.frozen
@@ -61,9 +62,7 @@ def serve(connection: Connection, rank: int, size: int, port: int, stack_file: s
             if outcome.traceback is None:
                 dist.barrier()  # a rank that leaves early can abort the collective of another
                 dist.destroy_process_group()
-                # torch remembers results of DTensor operations by meshes that equal those of the next task, with groups
-                # that are gone.
-                _clear_sharding_prop_cache()
+                forget_meshes()
                 gc.collect()
             connection.send_bytes(pickle.dumps(outcome))
 
@@ -71,11 +70,15 @@ def serve(connection: Connection, rank: int, size: int, port: int, stack_file: s
 def _outcome(task: Task) -> Outcome:
     try:
         torch.manual_seed(0)
-        function: Any = reduce(getattr, task.name.split("."), _load(task.path, task.module))
-        result: Any = function(*pickle.loads(task.arguments))  # noqa: S301
-        return Outcome(pickle.dumps(result))
+        return Outcome(pickle.dumps(call(task)))
     except BaseException:  # noqa: BLE001 - the test decides
         return Outcome(traceback=traceback.format_exc())
+
+
+def call(task: Task) -> Any:
+    """Run a task."""
+    function: Any = reduce(getattr, task.name.split("."), _load(task.path, task.module))
+    return function(*pickle.loads(task.arguments))  # noqa: S301 - from the test's own process
 
 
 def _load(path: str, name: str) -> ModuleType:

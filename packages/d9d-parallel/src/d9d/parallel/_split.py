@@ -1,0 +1,53 @@
+"""Parameters as norm, clipping and reports take them: by name, and by the mesh dims that split their gradients."""
+
+from collections.abc import Iterable
+from typing import TypeAlias
+
+import attrs
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+Parameters: TypeAlias = Iterable[nn.Parameter | tuple[str, nn.Parameter]]
+"""As optimizers of torch take them: ``module.parameters()`` or ``module.named_parameters()``."""
+
+
+def named(parameters: Parameters) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter with what an error may call it: its name in quotes, or its place."""
+    return [
+        (repr(item[0]), item[1]) if isinstance(item, tuple) else (f"parameter {place}", item)
+        for place, item in enumerate(parameters)
+    ]
+
+
+@attrs.frozen
+class Split:
+    """Over which dims of which mesh a tensor is split."""
+
+    mesh: DeviceMesh | None = None
+    dims: tuple[int, ...] = ()
+
+    @classmethod
+    def of_gradient(cls, parameter: nn.Parameter, name: str) -> "Split":
+        """That of a parameter's gradient; of the parameter where it has none, so that all ranks see the same.
+
+        Raises:
+            ValueError: The gradient is Partial.
+        """
+        tensor: Tensor = parameter if parameter.grad is None else parameter.grad
+        if not isinstance(tensor, DTensor):
+            return cls()
+        if any(isinstance(placement, Partial) for placement in tensor.placements):
+            raise ValueError(
+                f"the gradient of {name} of shape {tuple(tensor.shape)} has placements {tensor.placements}: its "
+                "addends are not summed yet; call GradientSync.finish() first"
+            )
+        mesh = tensor.device_mesh
+        # What is not Replicate splits the tensor: Shard and its strided kin, which are no subclasses of each other.
+        split = (dim for dim, placement in enumerate(tensor.placements) if not isinstance(placement, Replicate))
+        return cls(mesh, tuple(dim for dim in split if mesh.size(dim) > 1))
+
+    def groups(self) -> list[ProcessGroup]:
+        """Over which the parts make a whole, one after the other."""
+        return [self.mesh.get_group(dim) for dim in self.dims] if self.mesh else []
