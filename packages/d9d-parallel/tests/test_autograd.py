@@ -72,7 +72,7 @@ def _anomalies(meshes: list[MeshConfig]) -> None:
             with sync.microbatch(0, last=True):
                 module(torch.ones(1, 3), "first").sum().backward()
             sync.finish()
-            assert module.get_parameter("first.weight").grad.full_tensor().unique().tolist() == [2.0]
+            assert dict(module.named_parameters())["first.weight"].grad.full_tensor().unique().tolist() == [2.0]
             with pytest.raises(RuntimeError, match="'UndefinedBackward' returned nan"), sync.microbatch(0, last=True):
                 Undefined.apply(module(torch.ones(1, 3), "first")).sum().backward()
 

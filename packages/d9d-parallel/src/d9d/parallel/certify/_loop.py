@@ -9,10 +9,11 @@ from torch import nn
 
 from d9d.mesh import DistContext
 
-from .._bucket import local_tensor
-from .._fsdp import is_fully_sharded
+from .._clip import scale_and_clip_
+from .._fsdp import is_fully_sharded, sharded_microbatch
+from .._layout import local_tensor
 from .._loss import LossSum
-from .._norm import global_norm, scale_and_clip_
+from .._norm import global_norm
 from .._sync import GradientSync
 from ._protocols import Batch, Loss, Optimizer, Step, StepResult
 
@@ -30,7 +31,8 @@ def default_loop(
         losses = []
         module.zero_grad()
         for index, microbatch in enumerate(microbatches):
-            with sync.microbatch(0, last=index == len(microbatches) - 1):
+            last = index == len(microbatches) - 1
+            with sync.microbatch(0, last=last), sharded_microbatch(module, last=last):
                 found = loss(module, microbatch)
                 torch.autograd.backward(found.sum)
             losses.append(found.detach())
