@@ -2,6 +2,7 @@
 
 A parallelize function turns parameters into DTensors and fixes over which mesh dims their gradients are addends;
 `GradientSync` sums exactly those; `global_norm` and `scale_and_clip_` finish the step. Modules see local tensors.
+`certify` proves that a layout of anybody's model trains as one process does.
 """
 
 from ._clip import NonFinite, scale_and_clip_
@@ -20,14 +21,18 @@ from ._protocols import SupportsExpertParallel
 from ._replicate import parallelize_replicate
 from ._stage import StageInfo
 from ._sync import GradientSync
+from .certify import Certificate, CertificateError, certify
 
 __all__ = [
+    "Certificate",
+    "CertificateError",
     "GradientSync",
     "LossSum",
     "NonFinite",
     "ShardPolicy",
     "StageInfo",
     "SupportsExpertParallel",
+    "certify",
     "global_norm",
     "group_norms",
     "is_fully_sharded",
