@@ -1,5 +1,7 @@
 import gc
 import json
+import math
+import random
 from pathlib import Path
 
 import attrs
@@ -13,7 +15,7 @@ from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
-from d9d.parallel import LossSum, parallelize_replicate
+from d9d.parallel import LossSum, ShardPolicy, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
 
 VOCABULARY = 11
 
@@ -38,7 +40,17 @@ class TinyProvider:
         return TinyLM(self.dropout)
 
     def parallelize(self, module, stage, ctx):
-        parallelize_replicate(module, ctx.mesh("batch")["dp"])
+        if ctx.config.shard == 1:
+            parallelize_replicate(module, ctx.mesh("batch")["dp"])
+            return
+        policy = ShardPolicy(compute_dtype=None, reduce_dtype=None)
+        dense = ctx.mesh("dense")
+        for unit in (module.hidden, module):
+            if ctx.config.replicate == 1:
+                parallelize_fsdp(unit, dense["dp_cp_shard"], policy=policy)
+            else:
+                mesh = dense["dp_replicate", "dp_cp_shard"]
+                parallelize_hsdp(unit, mesh, shard_dim="dp_cp_shard", policy=policy)
 
     def mapper(self, module):
         return None
@@ -99,10 +111,10 @@ def context(**degrees):
     return DistContext.launch(MeshConfig(**degrees), device_type="cpu")
 
 
-def trainer(ctx, made, *, dropout=0.0, dataset=None):
+def trainer(ctx, made, *, dropout=0.0, dataset=None, task=None):
     data = samples([1, 7, 3, 5, 8, 2, 6, 4, 0, 8, 1, 5]) if dataset is None else dataset
     return Trainer(
-        made, ctx=ctx, provider=TinyProvider(dropout=dropout), task=TinyTask(), dataset=data, collate=collate
+        made, ctx=ctx, provider=TinyProvider(dropout=dropout), task=task or TinyTask(), dataset=data, collate=collate
     )
 
 
@@ -283,11 +295,11 @@ def stop_after(made, stop):
 
 
 def check_interrupted(directory, size, results):
-    for (_, whole, whole_state, whole_random), (resumed, parts, state, random) in results:
+    for (_, whole, whole_state, whole_random), (resumed, parts, state, parts_random) in results:
         assert resumed == 15
         assert all(torch.equal(value, parts[name]) for name, value in whole.items())
         assert all(torch.equal(value, state[name]) for name, value in whole_state.items())
-        assert torch.equal(whole_random, random)
+        assert torch.equal(whole_random, parts_random)
     lines = log(directory / f"parts-{size}")
     assert [line["step"] for line in lines] == [3, 6, 9, 12, 15, 18, 20]
     assert without_speed(lines) == without_speed(log(directory / f"whole-{size}"))
@@ -302,8 +314,46 @@ def test_a_resumed_run_is_bit_equal(tmp_path):
     check_interrupted(tmp_path, 1, [interrupted(str(tmp_path), 1)])
     on_two_ranks = run_world(2, interrupted, str(tmp_path), 2)
     check_interrupted(tmp_path, 2, on_two_ranks)
-    (_, _, _, random), (_, _, _, other) = (rank[0] for rank in on_two_ranks)
-    assert not torch.equal(random, other)
+    (_, _, _, first), (_, _, _, second) = (rank[0] for rank in on_two_ranks)
+    assert not torch.equal(first, second)
+
+
+def dropout_across_a_resume(directory):
+    """On 4 ranks, under every layout: masks of 4 steps in one go, and of the last 2 after a resume."""
+    found = {}
+    for degrees in ({"replicate": 4}, {"shard": 4}, {"replicate": 2, "shard": 2}):
+        with context(**degrees) as ctx:
+            place = Path(directory) / "-".join(f"{name}{degree}" for name, degree in degrees.items())
+            runs = []
+            for name, stops in {"whole": [4], "parts": [2, 4]}.items():
+                masks = []
+                for stop in stops:
+                    made = trainer(ctx, config(place / name, checkpoint_every=2, steps=4), dropout=0.5)
+                    made.module.dropout.register_forward_hook(lambda *call, to=masks: to.append(call[-1] == 0))
+                    if stop < 4:
+                        with pytest.raises(KeyboardInterrupt):
+                            stop_after(made, stop)
+                        random.seed(ctx.rank)  # another process, other random states
+                        torch.manual_seed(0)
+                    else:
+                        made.run()
+                runs.append((torch.stack(masks), weights(made), random.random()))
+            (masks, whole, drawn), (parts_masks, parts, parts_drawn) = runs
+            assert torch.equal(masks, parts_masks)
+            assert all(torch.equal(value, parts[name]) for name, value in whole.items())
+            assert drawn == parts_drawn
+            found[str(degrees)] = (masks, drawn)
+    return found
+
+
+def test_dropout_differs_between_data_ranks_and_goes_on_after_a_resume(tmp_path):
+    """Case 34, under replicate, shard and hybrid."""
+    ranks = run_world(4, dropout_across_a_resume, str(tmp_path))
+    assert len(ranks[0]) == 3
+    for degrees in ranks[0]:
+        masks = [rank[degrees][0] for rank in ranks]
+        assert all(not torch.equal(masks[a], masks[b]) for a in range(4) for b in range(a))
+        assert len({rank[degrees][1] for rank in ranks}) == 4
 
 
 def continue_elsewhere(directory):
@@ -354,6 +404,69 @@ def test_after_a_step_that_failed_the_same_trainer_runs_a_good_one(ctx, tmp_path
     made.run()
     assert all(torch.equal(value, weights(made)[name]) for name, value in weights(good).items())
     assert without_speed(log(tmp_path / "bad"))[0]["loss"] == log(tmp_path / "good")[0]["loss"]
+
+
+class PoisonedTask(TinyTask):
+    """Its third loss is not a number."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def loss(self, out, shared):
+        self.calls += 1
+        total = super().loss(out, shared)
+        return LossSum(total.sum * (math.nan if self.calls == 3 else 1.0), total.weight)
+
+
+def clean_run_whose_third_step(ctx, directory, optimizer_step):
+    """A run without a bad batch whose third optimizer step is another one."""
+    made = trainer(ctx, config(directory))
+    step = made.optimizer.step
+
+    def stepping():
+        if made.step == 2:
+            optimizer_step(made, step)
+        else:
+            step()
+
+    made.optimizer.step = stepping
+    made.run()
+    return weights(made), log(directory)
+
+
+def with_zero_gradients(made, step):
+    for parameter in made.module.parameters():
+        parameter.grad.zero_()
+    step()
+
+
+@pytest.mark.parametrize(("nonfinite", "instead"), [("skip", lambda made, step: None), ("zero", with_zero_gradients)])
+def test_a_step_that_is_not_finite_is_skipped_or_made_of_zeros(ctx, tmp_path, nonfinite, instead):
+    """Case 12: it counts as a step all the same."""
+    made = trainer(ctx, config(tmp_path / "bad", nonfinite=nonfinite), task=PoisonedTask())
+    made.run()
+    expected, lines = clean_run_whose_third_step(ctx, tmp_path / "clean", instead)
+    assert all(torch.equal(value, expected[name]) for name, value in weights(made).items())
+    found = log(tmp_path / "bad")
+    assert [line["nonfinite_steps"] for line in found] == [0, 0, 1, 1, 1, 1]
+    assert (found[2]["loss"], found[2]["grad_norm"]) == ("nan", "nan")
+    for name in ("step", "lr", "tokens"):
+        assert [line[name] for line in found] == [line[name] for line in lines]
+    assert found[-1]["loss"] == lines[-1]["loss"]
+    assert trainer(ctx, config(tmp_path / "bad", nonfinite=nonfinite)).nonfinite_steps == 1
+
+
+def test_a_step_that_is_not_finite_ends_the_run_by_default_and_has_not_been_made(ctx, tmp_path):
+    made = trainer(ctx, config(tmp_path / "bad"), task=PoisonedTask())
+    with pytest.raises(
+        FloatingPointError, match=r"norm of the gradients is nan, from 'embed.weight' of shape \(11, 8\)"
+    ):
+        made.run()
+    assert made.step == 2
+    made.run()
+    expected, _ = clean_run_whose_third_step(ctx, tmp_path / "clean", lambda made, step: step())
+    assert all(torch.equal(value, expected[name]) for name, value in weights(made).items())
 
 
 def test_a_batch_that_does_not_divide_is_refused_before_anything_is_built(ctx, tmp_path):
@@ -488,7 +601,9 @@ def test_a_step_on_cuda_does_not_wait_for_the_device_and_resumes_bit_equal(tmp_p
     with DistContext.launch(MeshConfig(), device_type="cuda") as ctx:
         for name, stops in {"whole": [6], "parts": [3, 6]}.items():
             for stop in stops:
-                made = trainer(ctx, config(tmp_path / name, dtype="bfloat16", checkpoint_every=3), dropout=0.3)
+                made = trainer(
+                    ctx, config(tmp_path / name, dtype="bfloat16", checkpoint_every=3, nonfinite="zero"), dropout=0.3
+                )
                 made.train_step = without_waiting(made.train_step)
                 if stop < 6:
                     with pytest.raises(KeyboardInterrupt):

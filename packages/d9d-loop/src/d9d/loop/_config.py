@@ -6,6 +6,8 @@ from typing import Literal
 import attrs
 from attrs.validators import ge, gt, optional
 
+from d9d.parallel import NonFinite
+
 from .optim import AdamWConfig, CosineSchedule, OptimizerConfig, Schedule
 from .track import JsonLinesConfig, ProgressConfig, TrackerConfig
 
@@ -38,6 +40,12 @@ class TrainerConfig:
         validator=optional(gt(0.0)),  # type: ignore[arg-type]  # attrs types it by the default, which is not None
     )
     """Gradients are clipped to this norm; none: never."""
+
+    nonfinite: NonFinite = "raise"
+    """What to do with a step whose gradients hold a NaN or an infinity: end the run with an error that names the
+    parameters (raise), leave weights and optimizer as they are (skip), or step with gradients of zero, so that momentum
+    and weight decay still act (zero). A skipped step is a step for the schedule, the order of samples and all counters:
+    its samples do not come again. Only "zero" does not wait for the device in each step."""
 
     optimizer: OptimizerConfig = attrs.field(factory=AdamWConfig)
     """Updates the parameters."""

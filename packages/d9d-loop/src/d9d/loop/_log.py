@@ -15,7 +15,18 @@ from ._protocols import Metric
 from .track import Number, Speedometer, Tracker
 
 OWN_NUMBERS = frozenset(
-    {"step", "loss", "grad_norm", "lr", "tokens", "seconds", "tokens_per_second", "mfu", "memory_gib"}
+    {
+        "step",
+        "loss",
+        "grad_norm",
+        "lr",
+        "tokens",
+        "nonfinite_steps",
+        "seconds",
+        "tokens_per_second",
+        "mfu",
+        "memory_gib",
+    }
 )
 """What a line holds whatever the task; metrics have other names."""
 
@@ -60,8 +71,15 @@ class RunLog:
         self._total = functools.partial(sum_over_batch, ctx=ctx)
         self._step, self._tokens = step, int(tokens)
 
-    def write(self, step: int, result: StepResult, tokens: Tensor) -> None:
-        """Log a step; collective where the task has metrics. The main rank waits for its device."""
+    def write(self, step: int, result: StepResult, *, tokens: Tensor, nonfinite_steps: Tensor) -> None:
+        """Log a step; collective where the task has metrics. The main rank waits for its device.
+
+        Args:
+            step: Steps made so far.
+            result: Of the last one.
+            tokens: Tokens trained on so far.
+            nonfinite_steps: Steps so far whose gradients were not finite.
+        """
         gathered = {name: metric.compute(self._total) for name, metric in self._metrics.items()}
         for metric in self._metrics.values():
             metric.reset()
@@ -73,6 +91,7 @@ class RunLog:
             "grad_norm": result.norm.item() / weight if weight else 0.0,
             "lr": result.lr,
             "tokens": all_tokens,
+            "nonfinite_steps": int(nonfinite_steps),
             **self._speed.read(tokens=all_tokens - self._tokens, steps=step - self._step),
             **gathered,
         }

@@ -42,29 +42,29 @@ class RunState:
         """
         self._tensors()
 
-    def save(self, checkpoints: JobCheckpoints, step: int, *, tokens: int) -> None:
+    def save(self, checkpoints: JobCheckpoints, step: int, *, counters: Mapping[str, int]) -> None:
         """Save everything after a step; collective.
 
         Args:
             checkpoints: Where to.
             step: Steps made.
-            tokens: Tokens trained on in all steps.
+            counters: Numbers of all steps, equal on all ranks.
         """
         checkpoints.save(
             step,
             self._tensors(),
-            shared={"tokens": tokens, **self.identity},
+            shared={"counters": dict(counters), **self.identity},
             per_rank={**_prefixed("random", self.random.state_dict()), **self._metric_state()},
         )
 
-    def restore(self, checkpoint: JobCheckpoint) -> int:
+    def restore(self, checkpoint: JobCheckpoint) -> dict[str, int]:
         """Take everything back, in place; collective.
 
         Random state and metrics come back only where the number of ranks is the one that saved them; a metric, or a
         random stream, that was not there then keeps its state.
 
         Returns:
-            The tokens trained on.
+            The counters.
 
         Raises:
             ValueError: If the checkpoint is of a run with another identity.
@@ -85,9 +85,9 @@ class RunState:
                 gathered = _without_prefix(f"metric.{name}", per_rank)
                 if gathered:
                     metric.load_state_dict({key: value for key, value in gathered.items() if isinstance(value, Tensor)})
-        tokens = saved["tokens"]
-        assert isinstance(tokens, int)
-        return tokens
+        counters = saved["counters"]
+        assert isinstance(counters, Mapping)
+        return {name: count for name, count in counters.items() if isinstance(count, int)}
 
     def _tensors(self) -> dict[str, Tensor]:
         model: dict[str, Tensor] = {}

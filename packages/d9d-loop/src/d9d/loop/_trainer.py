@@ -58,9 +58,9 @@ class Trainer:
         self.config, self.ctx, self.task = config, ctx, task
         self.batches = _batches(config, ctx, dataset, collate)
         self.module = _build(config, ctx, provider)
-        self.parameters = [parameter for parameter in self.module.parameters() if parameter.requires_grad]
+        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
         grad_dtype = torch.promote_types(getattr(torch, config.dtype), torch.float32)
-        synced = [parameter for parameter in self.parameters if not is_fully_sharded(parameter)]
+        synced = [parameter for parameter in self.parameters.values() if not is_fully_sharded(parameter)]
         self.sync = GradientSync([synced], grad_dtype=grad_dtype)
         self.optimizer = config.optimizer.build(self.module.named_parameters())
         self.metrics = _metrics(task)
@@ -78,6 +78,8 @@ class Trainer:
         """Steps made so far."""
         self.tokens = torch.zeros((), dtype=torch.float64, device=ctx.device)
         """Weight of all global batches so far."""
+        self.nonfinite_steps = torch.zeros((), dtype=torch.int64, device=ctx.device)
+        """Steps so far whose gradients held a NaN or an infinity."""
         self._seed_or_restore()
 
     def run(self) -> None:
@@ -87,7 +89,7 @@ class Trainer:
                 result = self.train_step()
                 is_last = self.step == self.config.steps
                 if is_last or self.step % self.config.log_every == 0:
-                    log.write(self.step, result, self.tokens)
+                    log.write(self.step, result, tokens=self.tokens, nonfinite_steps=self.nonfinite_steps)
                 if is_last or self.step % self.config.checkpoint_every == 0:
                     with log.before_checkpoint():
                         self.save()
@@ -97,6 +99,9 @@ class Trainer:
 
         After an error in a microbatch the step has not been made, and may be made again; metrics keep what the task
         fed them. Where no label of the global batch counts, gradients are zero and the optimizer steps all the same.
+
+        Raises:
+            FloatingPointError: Gradients are not finite, and the config says to raise; the step has not been made.
         """
         microbatches = list(self.batches.step(self.step))
         losses = []
@@ -110,25 +115,36 @@ class Trainer:
         self.sync.finish()
         total = sum_losses(losses, self.ctx)
 
-        norm = global_norm(self.parameters)
-        scale_and_clip_(self.parameters, weight=total.weight, norm=norm, max_norm=self.config.max_norm)
+        norm = global_norm(self.parameters.values())
+        is_to_step = scale_and_clip_(
+            self.parameters.items(),
+            weight=total.weight,
+            norm=norm,
+            max_norm=self.config.max_norm,
+            nonfinite=self.config.nonfinite,
+        )
         lr = set_learning_rate(self.optimizer, self.config.schedule.factor(self.step, self.config.steps))
-        self.optimizer.step()
+        if is_to_step:
+            self.optimizer.step()
 
         self.step += 1
         self.tokens += total.weight
+        self.nonfinite_steps += norm.isfinite().logical_not()
         return StepResult(total=total, norm=norm, lr=lr)
 
     def save(self) -> None:
         """Save a checkpoint of the steps made so far; collective."""
-        self.state.save(self.checkpoints, self.step, tokens=int(self.tokens))
+        counters = {"tokens": int(self.tokens), "nonfinite_steps": int(self.nonfinite_steps)}
+        self.state.save(self.checkpoints, self.step, counters=counters)
 
     def _seed_or_restore(self) -> None:
         checkpoint = self.checkpoints.latest()
         seed_rank(self.ctx.mesh("batch"), seed=self.config.seed, step=0 if checkpoint is None else checkpoint.step)
         if checkpoint is not None:
             self.step = checkpoint.step
-            self.tokens.fill_(self.state.restore(checkpoint))
+            counters = self.state.restore(checkpoint)
+            self.tokens.fill_(counters["tokens"])
+            self.nonfinite_steps.fill_(counters["nonfinite_steps"])
 
     def _open_log(self) -> RunLog:
         config, ctx = self.config, self.ctx

@@ -81,4 +81,6 @@ def progress_line(step: int, steps: int, metrics: Mapping[str, Number], *, secon
         "memory_gib": "{:.1f} GiB",
     }
     shown = [text.format(metrics[name]) for name, text in formats.items() if name in metrics]
+    if count := metrics.get("nonfinite_steps"):
+        shown.append(f"{count} steps not finite")
     return " · ".join([f"step {step}/{steps}", *shown, f"{timedelta(seconds=round(seconds_left))} left"])
