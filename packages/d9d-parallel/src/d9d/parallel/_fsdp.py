@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
 from ._layout import is_laid_out, local_tensor
 from ._wide_sums import WideSums, is_narrow
@@ -59,7 +59,8 @@ def parallelize_fsdp(
         policy: Dtypes and how long to keep what is gathered.
 
     Raises:
-        ValueError: The mesh has more than one dim, or a module is such a unit already.
+        ValueError: The mesh has more than one dim, or a module is such a unit already, or a unit within holds
+            parameters that neither it nor this one would own.
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -156,7 +157,20 @@ def is_fully_sharded(parameter: nn.Parameter) -> bool:
 
 def _shard(modules: nn.Module | Sequence[nn.Module], mesh: DeviceMesh, policy: ShardPolicy) -> None:
     unit = [modules] if isinstance(modules, nn.Module) else list(modules)
+    _refuse_orphans(unit)
     _fully_shard(unit, mesh, policy, {p for module in unit for p in module.parameters() if is_laid_out(p)})
+
+
+def _refuse_orphans(unit: Sequence[nn.Module]) -> None:
+    """Raise where an inner unit holds a parameter that it does not own, and that this unit would not take either."""
+    for inner in (inner for module in unit for inner in module.modules() if isinstance(inner, FSDPModule)):
+        assert isinstance(inner, nn.Module)
+        orphans = [name for name, parameter in inner.named_parameters() if not isinstance(parameter, DTensor)]
+        if orphans:
+            raise ValueError(
+                f"{', '.join(orphans)} lies in {type(inner).__name__}, a unit of fully_shard that does not own it, so "
+                "that no unit around it will: shard the module that holds it first"
+            )
 
 
 def _fully_shard(

@@ -30,7 +30,8 @@ class GradientSync:
 
     Afterwards every parameter's ``grad`` is summed, of dtype ``grad_dtype``, and laid out as the parameter; it is a
     view of a buffer, and valid until the next step begins, which starts from zero. A step that raises is forgotten as
-    a whole. While this object lives, ``module.weight`` of a laid-out parameter is a leaf of autograd.
+    a whole. While this object lives, ``module.weight`` of a laid-out parameter is a leaf of autograd, and hooks on
+    gradients belong there: those on the parameter are not called.
 
     Args:
         stages: The parameters of each pipeline stage on this rank; frozen ones are skipped.
