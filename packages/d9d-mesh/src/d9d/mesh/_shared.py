@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _redistribute
 
 
 @attrs.define
@@ -46,3 +46,6 @@ def forget_meshes() -> None:
     # There is no public way. What torch.distributed.tensor.debug has takes numpy on torch 2.11.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # noqa: SLF001
     torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
+    # These keep meshes alive, and by them the threads of their groups.
+    _redistribute.clear_redistribute_planner_cache()
+    _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001

@@ -43,7 +43,9 @@ class WideSums:
         handle: RemovableHandle = module.register_forward_pre_hook(before_first_forward, prepend=True)
 
     def _hook_parameters(self) -> None:
-        for owner, name, size in self._parts:
+        # The hooks hold this, and shall not hold the modules: what a tensor holds, Python cannot see to collect.
+        parts, self._parts = self._parts, ()
+        for owner, name, size in parts:
             parameter = owner.get_parameter(name)
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(lambda p, size=size: self._add(p, size))
