@@ -8,10 +8,11 @@ Keeping a new set for every launch is no way either, since gloo runs threads for
 from collections.abc import Mapping
 
 import attrs
+import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache  # there is no public way
+from torch.distributed.tensor import DTensor
 
 
 @attrs.define
@@ -42,4 +43,6 @@ def forget_meshes() -> None:
     """
     _shared.world = None
     _shared.meshes.clear()
-    _clear_sharding_prop_cache()
+    # What torch.distributed.tensor.debug._clear_sharding_prop_cache does; importing that takes a second.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # noqa: SLF001
+    torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
