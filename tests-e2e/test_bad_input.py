@@ -1,7 +1,9 @@
 """What a user sees who asks the example for what cannot be done: one clear error, soon, on any number of ranks."""
 
+import io
 import subprocess
 import sys
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import pretrain
@@ -52,20 +54,25 @@ def test_fewer_experts_than_ranks_to_hold_them_end_every_rank(script, tiny):
     assert "ValueError: 1 experts do not divide over 2 expert-parallel ranks" in found.stderr
 
 
-def test_a_missing_checkpoint_file_costs_steps_or_is_an_error(script: Path, tiny, tmp_path, capfd):
+def test_a_missing_checkpoint_file_costs_steps_or_is_an_error(script: Path, tiny, tmp_path):
     arguments = [*tiny, "--trainer.steps", "6", "--trainer.checkpoint_every", "3", "--export", "false"]
     config = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
     checkpoints = tmp_path / "run" / "checkpoints"
 
-    run_world(1, pretrain.main, config, timeout=300.0)
+    run_world(1, _run, config)
     (checkpoints / "step-00000006" / "rank-00000.safetensors").unlink()
-    capfd.readouterr()
-    run_world(1, pretrain.main, config, timeout=300.0)
-    output, log = capfd.readouterr()
+    [(output, log)] = run_world(1, _run, config)
     assert f"WARNING d9d.ckpt: skipping the broken checkpoint {checkpoints / 'step-00000006'}" in log
     assert "at step 3 " in output
 
     for directory in checkpoints.iterdir():
         (directory / "rank-00000.safetensors").unlink()
     with pytest.raises(WorldError, match=r"no checkpoint in '.*/checkpoints' is complete"):
-        run_world(1, pretrain.main, config, timeout=300.0)
+        run_world(1, _run, config)
+
+
+def _run(config: pretrain.PretrainConfig) -> tuple[str, str]:
+    """Run the example in a worker of a world, whose output pytest may not see; what it printed."""
+    with redirect_stdout(io.StringIO()) as output, redirect_stderr(io.StringIO()) as log:
+        pretrain.main(config)
+    return output.getvalue(), log.getvalue()

@@ -11,7 +11,6 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 from workspace import ROOT
@@ -19,8 +18,12 @@ from workspace import ROOT
 WHEELS = ROOT / ".whl"
 # What packages import at run time and GPU images tend to lack.
 MISSING = ("attrs", "cattrs", "rich", "markdown-it-py", "mdurl", "pygments", "typing-extensions")
-EXAMPLE = "examples/qwen3_moe/pretrain.py"
-CARD = "examples/qwen3_moe/card.toml"
+SAMPLES = 4
+"""Of the card, on each GPU in a step."""
+LAYOUTS = {
+    2: ("replicate=2", "shard=2", "replicate=2,expert=2", "shard=2,expert=2"),
+    4: ("replicate=4", "shard=4", "replicate=2,shard=2", "replicate=4,expert=4", "shard=4,expert=2"),
+}
 
 
 def wheels() -> None:
@@ -37,20 +40,16 @@ def test() -> None:
 
 
 def bench() -> None:
-    """Train the card on one GPU, and on all of them."""
-    _train(EXAMPLE)
+    """Train the card on one GPU and, under several layouts, on all of them; measure GradientSync's overhead."""
+    _python("tools/bench_gradient_sync.py")
+    card = ("--trainer.microbatch", str(SAMPLES), "--trainer.global_batch")
+    _python("tools/bench_layouts.py", *card, str(SAMPLES))
     gpus = int(_output(sys.executable, "-c", "import torch; print(torch.cuda.device_count())"))
     if gpus > 1:
-        launch = ("-m", "torch.distributed.run", "--nproc-per-node", str(gpus))
-        _train(*launch, EXAMPLE, "--mesh.replicate", str(gpus), "--mesh.expert", str(gpus))
-        sharded = ("--trainer.dtype", "float32", "--compute_dtype", "bfloat16")
-        _train(*launch, EXAMPLE, "--mesh.shard", str(gpus), *sharded)
-
-
-def _train(*arguments: str) -> None:
-    """Train the card in a directory that is removed: its checkpoint has tens of gigabytes."""
-    with tempfile.TemporaryDirectory() as directory:
-        _python(*arguments, "--config", CARD, "--trainer.directory", directory)
+        _python("tools/bench_layouts.py", *card, str(SAMPLES * gpus))
+        launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
+        for layout in LAYOUTS[gpus]:
+            _python(*launch, "tools/bench_layouts.py", layout, *card, str(SAMPLES * gpus))
 
 
 def _python(*arguments: str) -> None:

@@ -126,7 +126,8 @@ class NextByte:
 def build_trainer(config: PretrainConfig, files: Sequence[bytes], ctx: DistContext) -> Trainer:
     """The trainer of this run, after its last checkpoint if there is one."""
     compute_dtype = None if config.compute_dtype is None else getattr(torch, config.compute_dtype)
-    policy = ShardPolicy(compute_dtype=compute_dtype, reduce_dtype=torch.float32 if compute_dtype else None)
+    reduce_dtype = torch.promote_types(getattr(torch, config.trainer.dtype), torch.float32)
+    policy = ShardPolicy(compute_dtype=compute_dtype, reduce_dtype=reduce_dtype)
     return Trainer(
         config.trainer,
         ctx=ctx,

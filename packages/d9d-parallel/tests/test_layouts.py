@@ -67,8 +67,17 @@ def _compiled() -> None:
     compiled = torch.compile(module, fullgraph=True, backend="aot_eager")
     torch.testing.assert_close(compiled(x), expected)
 
+    sync = GradientSync([list(module.parameters())])
+    gradients = []
+    for run in (module, compiled):
+        with sync.microbatch(0, last=True):
+            run(x).sum().backward()
+        sync.finish()
+        gradients.append([p.grad.full_tensor().clone() for p in module.parameters()])
+    torch.testing.assert_close(gradients[1], gradients[0])
 
-def test_compiles_to_one_graph():
+
+def test_compiles_to_one_graph_with_and_without_a_sync():
     run_world(2, _compiled)
 
 
@@ -120,6 +129,12 @@ def _refusals() -> None:
         parallelize_expert_parallel(nn.Linear(2, 2), _experts_mesh(replicate=4))
     with pytest.raises(ValueError, match=r"dims \('ep_replicate', 'ep_shard', 'ep'\), got \('dp_replicate',\)"):
         parallelize_expert_parallel(Experts(4), _mesh(replicate=4))
+    moe = Experts(4)
+    moe.router = nn.Linear(2, 4)
+    experts = DistContext.launch(MeshConfig(shard=4, expert=2), "cpu").mesh("expert")["ep_replicate", "ep_shard", "ep"]
+    parallelize_expert_parallel(moe, experts)
+    with pytest.raises(ValueError, match="router.weight lies in .*Experts, a unit of fully_shard that does not own it"):
+        parallelize_fsdp(nn.Sequential(moe), dense["dp_cp_shard"])
     foreign = nn.Parameter(distribute_tensor(torch.ones(4), _mesh(replicate=4), [Replicate()]))
     with pytest.raises(ValueError, match="was not laid out by a parallelize function"):
         GradientSync([[foreign]])

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
@@ -27,10 +27,22 @@ def _with_gradient(gradient: torch.Tensor) -> nn.Parameter:
     return parameter
 
 
+class CountCollectives(TorchDispatchMode):
+    """As torch's CommDebugMode, which takes numpy on torch 2.11."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.namespace in {"c10d", "_c10d_functional"}
+        return func(*args, **(kwargs or {}))
+
+
 def _collectives(norm, parameters) -> int:
-    with CommDebugMode() as counted:
+    with CountCollectives() as counted:
         norm(parameters)
-    return counted.get_total_counts()
+    return counted.count
 
 
 def _norms_with(bad: float, parameters: list[nn.Parameter], types: list[float]) -> list[float]:

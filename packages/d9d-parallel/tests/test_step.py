@@ -123,20 +123,20 @@ class Step:
     gradients: dict[str, Tensor]
 
 
-def reference(valid: tuple[int, ...] = (1, 7, 3, 5, 0, 8, 2, 6)) -> Step:
-    """Plain autograd of the mean over the whole batch."""
-    model = build()
-    loss = loss_sum(model, *global_batch(valid))
+def reference(valid: tuple[int, ...] = (1, 7, 3, 5, 0, 8, 2, 6), device: str = "cpu") -> Step:
+    """Plain autograd of the mean over the whole batch; other devices draw other weights."""
+    model = build(torch.device(device))
+    loss = loss_sum(model, *(t.to(device) for t in global_batch(valid)))
     (loss.sum / loss.weight.clamp(min=1)).backward()
-    gradients = {n: torch.zeros_like(p) if p.grad is None else p.grad for n, p in trained(model)}
+    gradients = {n: full_gradient(p) for n, p in trained(model)}
     norm = torch.cat([g.flatten() for g in gradients.values()]).norm().item()
     return Step(loss.mean().item(), int(loss.weight), norm, gradients)
 
 
-def build() -> Model:
+def build(device: torch.device) -> Model:
     with torch.device("meta"):
         model = Model().to(torch.float64)
-    materialize(model, device=torch.device("cpu"), seed=3)
+    materialize(model, device=device, seed=3)
     return model
 
 
@@ -145,7 +145,11 @@ def trained(model: nn.Module):
 
 
 def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], bucket_bytes: int = 32 << 20) -> Step:
-    context = DistContext.launch(config, "cpu")
+    return step_of(DistContext.launch(config, "cpu"), accumulation, valid, bucket_bytes)
+
+
+def step_of(context: DistContext, accumulation: int, valid: tuple[int, ...], bucket_bytes: int = 32 << 20) -> Step:
+    config = context.config
     with torch.device("meta"):
         model = Model().to(torch.float64)
     if config.expert > 1:
@@ -167,10 +171,11 @@ def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], buck
     sync = GradientSync([rest], bucket_bytes=bucket_bytes, grad_dtype=torch.float64)
     batch = context.mesh("batch")
     rank, ranks = batch.get_local_rank("dp"), batch["dp"].size()
-    ids, labels = (t.chunk(ranks)[rank].chunk(accumulation) for t in global_batch(valid))
+    ids, labels = (t.to(context.device).chunk(ranks)[rank].chunk(accumulation) for t in global_batch(valid))
     for _ in range(2):  # the second step must not see the first
         model.zero_grad()
-        totals = LossSum(torch.zeros((), dtype=torch.float64), torch.zeros((), dtype=torch.int64))
+        zero = torch.zeros((), dtype=torch.float64, device=context.device)
+        totals = LossSum(zero, zero.long())
         for i in range(accumulation):
             with sync.microbatch(0, last=i == accumulation - 1):
                 loss = loss_sum(model, ids[i], labels[i])
@@ -188,7 +193,7 @@ def run_step(config: MeshConfig, accumulation: int, valid: tuple[int, ...], buck
 
 def full_gradient(parameter: nn.Parameter) -> Tensor:
     gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
+    return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).cpu()
 
 
 def run_steps(cases) -> list[Step]:

@@ -1,6 +1,8 @@
 """GradientSync beyond the happy path."""
 
+import copy
 import gc
+import pickle
 import weakref
 
 import pytest
@@ -86,7 +88,7 @@ def _penalty() -> None:
     parallelize_replicate(layer, DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"])
     sync = GradientSync([list(layer.parameters())])
     penalty = next(layer.parameters()).full_tensor().square().sum()
-    with pytest.raises(RuntimeError, match=r"is to be \(Partial.*as module.weight"), sync.microbatch(0, last=False):
+    with pytest.raises(RuntimeError, match=r"as a DTensor.*use it as module.weight"), sync.microbatch(0, last=False):
         penalty.backward()
     with sync.microbatch(0, last=True):
         layer.weight.square().sum().backward()
@@ -117,3 +119,43 @@ def test_a_sync_that_is_gone_leaves_its_parameters_to_the_next():
         weight.sum().backward()
     second.finish()
     assert weight.grad.tolist() == [1.0, 1.0]
+
+
+def _leaves() -> None:
+    layer = nn.Linear(2, 1, bias=False)
+    parallelize_replicate(layer, DistContext.launch(MeshConfig(), "cpu").mesh("dense")["dp_replicate"])
+    parameter = next(layer.parameters())
+    sync = GradientSync([[parameter]])
+    with torch.no_grad():
+        parameter.fill_(3.0)
+    assert layer.weight.is_leaf
+    assert layer.weight.tolist() == [[3.0, 3.0]]
+    with sync.microbatch(0, last=True):
+        layer.weight.sum().backward()  # an expanded gradient
+    sync.finish()
+    assert parameter.grad.to_local().tolist() == [[1.0, 1.0]]
+    with sync.microbatch(0, last=True):
+        layer.weight.square().sum().backward(create_graph=True)
+    sync.finish()
+    assert parameter.grad.to_local().tolist() == [[6.0, 6.0]]
+
+    twin = copy.deepcopy(layer)
+    pickle.loads(pickle.dumps(dict(layer.state_dict())))
+    assert not twin.weight.is_leaf
+    assert twin.weight.data_ptr() != layer.weight.data_ptr()
+
+    layer.to(torch.float64)
+    assert layer.weight.dtype == torch.float64
+    with pytest.raises(RuntimeError, match="was converted"), sync.microbatch(0, last=True):
+        pass
+
+    del sync
+    gc.collect()
+    replaced = GradientSync([list(twin.parameters())])
+    del replaced
+    gc.collect()
+    assert not twin.weight.is_leaf
+
+
+def test_modules_use_leaves_while_there_is_a_sync():
+    run_world(1, _leaves)

@@ -12,7 +12,7 @@ from torch import nn
 
 from d9d.ckpt import JobCheckpoints
 from d9d.mesh import DistContext, RandomState, materialize, seed_rank
-from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_
+from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_, sharded_microbatch
 
 from ._batch_sum import sum_losses
 from ._config import TrainerConfig
@@ -107,7 +107,8 @@ class Trainer:
         losses = []
         self.module.zero_grad()
         for index, batch in enumerate(microbatches):
-            with self.sync.microbatch(0, last=index == len(microbatches) - 1):
+            last = index == len(microbatches) - 1
+            with self.sync.microbatch(0, last=last), sharded_microbatch(self.module, last=last):
                 inputs, shared = self.task.inputs(to_device(batch, self.ctx.device))
                 loss = self.task.loss(self.module(inputs, shared), shared)
                 torch.autograd.backward(loss.sum)

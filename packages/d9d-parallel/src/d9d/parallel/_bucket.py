@@ -5,31 +5,32 @@ from collections.abc import Iterator, Sequence
 import attrs
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._fsdp import is_fully_sharded
-from ._layout import grad_placements
+from ._layout import grad_placements, local_tensor
 
 
 class Bucket:
-    """Gradients of parameters that are summed over the same ranks.
+    """Gradients that are summed over the same ranks.
 
     Args:
-        parameters: Their local gradients share the buffer, in this order.
+        shapes: Of the gradients, which share one buffer in this order.
         groups: Over which the buffer is summed, one after the other.
         dtype: Of the buffer.
+        device: Of the buffer.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], groups: Sequence[ProcessGroup], dtype: torch.dtype) -> None:
-        self.parameters = tuple(parameters)
+    def __init__(
+        self, shapes: Sequence[torch.Size], groups: Sequence[ProcessGroup], dtype: torch.dtype, device: torch.device
+    ) -> None:
         self._groups = groups
-        local = [local_tensor(p) for p in parameters]
-        self._buffer = torch.zeros(sum(t.numel() for t in local), dtype=dtype, device=local[0].device)
-        parts = torch.split(self._buffer, [t.numel() for t in local])
-        self.views = [part.view(t.shape) for part, t in zip(parts, local)]
+        sizes = [shape.numel() for shape in shapes]
+        self._buffer = torch.zeros(sum(sizes), dtype=dtype, device=device)
+        self.views = [part.view(shape) for part, shape in zip(self._buffer.split(sizes), shapes)]
         self._work: dist.Work | None = None
 
     def zero(self) -> None:
@@ -62,46 +63,32 @@ class Bucket:
         for group in self._groups[1:]:
             dist.all_reduce(self._buffer, group=group)
 
-    def publish(self) -> None:
-        """Set every parameter's ``grad`` to its part of the buffer, laid out as the parameter."""
-        for parameter, view in zip(self.parameters, self.views):
-            if isinstance(parameter, DTensor):
-                parameter.grad = DTensor.from_local(
-                    view,
-                    parameter.device_mesh,
-                    parameter.placements,
-                    run_check=False,
-                    shape=parameter.shape,
-                    stride=parameter.stride(),
-                )
-            else:
-                parameter.grad = view
+
+@attrs.frozen
+class BucketPlan:
+    """Parameters whose gradients share a buffer."""
+
+    parameters: tuple[nn.Parameter, ...]
+    groups: tuple[ProcessGroup, ...]
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """What this rank holds of a tensor, without a graph."""
-    if isinstance(tensor, DTensor):
-        with torch.no_grad():
-            local: Tensor = tensor.to_local()
-            return local
-    return tensor.detach()
-
-
-def make_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, dtype: torch.dtype) -> Iterator[Bucket]:
+def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, dtype: torch.dtype) -> Iterator[BucketPlan]:
     """Buckets in the order in which backward fills them, if it runs through the parameters from the last to the first.
 
     Raises:
         ValueError: A DTensor among the parameters says nothing of its gradient.
     """
     open_ones: dict[_Reduction, list[nn.Parameter]] = {}
+    sizes: dict[_Reduction, int] = {}
     for parameter in reversed(parameters):
         reduction = _reduction(parameter)
-        members = open_ones.setdefault(reduction, [])
-        members.append(parameter)
-        if sum(local_tensor(p).numel() for p in members) * dtype.itemsize >= bucket_bytes:
-            yield Bucket(open_ones.pop(reduction), reduction.groups(), dtype)
+        open_ones.setdefault(reduction, []).append(parameter)
+        sizes[reduction] = sizes.get(reduction, 0) + local_tensor(parameter).numel() * dtype.itemsize
+        if sizes[reduction] >= bucket_bytes:
+            del sizes[reduction]
+            yield BucketPlan(tuple(open_ones.pop(reduction)), reduction.groups())
     for reduction, members in open_ones.items():
-        yield Bucket(members, reduction.groups(), dtype)
+        yield BucketPlan(tuple(members), reduction.groups())
 
 
 @attrs.frozen
@@ -112,8 +99,8 @@ class _Reduction:
     dims: tuple[int, ...]
     device: torch.device
 
-    def groups(self) -> list[ProcessGroup]:
-        return [self.mesh.get_group(dim) for dim in self.dims] if self.mesh else []
+    def groups(self) -> tuple[ProcessGroup, ...]:
+        return tuple(self.mesh.get_group(dim) for dim in self.dims) if self.mesh else ()
 
 
 def _reduction(parameter: nn.Parameter) -> _Reduction:

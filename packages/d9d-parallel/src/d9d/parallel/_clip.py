@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._bucket import local_tensor
+from ._layout import local_tensor
 from ._split import Parameters, Split, named
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero"]

@@ -1,7 +1,9 @@
 """Sharded data parallelism: ranks share one copy of the parameters and see different data."""
 
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from typing import Literal
 
 import attrs
 import torch
@@ -10,17 +12,19 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ._layout import is_laid_out
+from ._layout import is_laid_out, local_tensor
+from ._wide_sums import WideSums, is_narrow
 
 _FULLY_SHARDED = "_d9d_fully_sharded"
+_GATHERED_FOR_STEP = "_d9d_gathered_for_step"
 
 
 @attrs.frozen(kw_only=True)
 class ShardPolicy:
-    """How sharded parameters are stored, gathered and reduced.
+    """How sharded parameters are gathered and their gradients reduced.
 
-    The parameters' own dtype is that of the shards, of the reduced gradients, and of their sum over microbatches: keep
-    them in fp32 (or fp64) and compute in bf16.
+    Shards have the parameters' own dtype: fp32 shards under bf16 compute are the usual choice, and bf16 shards take
+    half the memory. Gradients of either have at least fp32, and are summed over microbatches in it.
     """
 
     compute_dtype: torch.dtype | None = torch.bfloat16
@@ -29,8 +33,10 @@ class ShardPolicy:
     reduce_dtype: torch.dtype | None = torch.float32
     """In which gradients are summed over ranks; ``None``: ``compute_dtype``."""
 
-    reshard_after_forward: bool = True
-    """Whether to free gathered parameters after forward and gather them again for backward."""
+    gathered_for: Literal["pass", "microbatch", "step"] = "pass"
+    """How long a unit stays gathered: for one pass through it, and gathered again for backward; from its forward to
+    its backward; or, under `sharded_microbatch`, over all microbatches of a step. The outermost unit, which backward
+    needs first, is never freed between the two passes."""
 
 
 def parallelize_fsdp(
@@ -50,10 +56,11 @@ def parallelize_fsdp(
         modules: One, or several that make one unit (an embedding and the head that is tied to it); changed in place;
             may be on ``meta``. Each returns tensors, alone or in tuples, lists, dicts or dataclasses.
         mesh: Ranks that share the parameters.
-        policy: Dtypes and when to free.
+        policy: Dtypes and how long to keep what is gathered.
 
     Raises:
-        ValueError: The mesh has more than one dim, or a module is such a unit already.
+        ValueError: The mesh has more than one dim, or a module is such a unit already, or a unit within holds
+            parameters that neither it nor this one would own.
     """
     if mesh.ndim != 1:
         raise ValueError(
@@ -79,6 +86,47 @@ def parallelize_hsdp(
     if mesh.ndim != 2 or mesh.mesh_dim_names is None or mesh.mesh_dim_names[1] != shard_dim:
         raise ValueError(f"parallelize_hsdp takes a mesh of two dims, {shard_dim!r} last, got {mesh.mesh_dim_names}")
     _shard(modules, mesh, policy or ShardPolicy())
+
+
+@contextmanager
+def sharded_microbatch(module: nn.Module, *, last: bool) -> Generator[None]:
+    """Run one microbatch, forward and backward, of a module with units that are gathered for a step.
+
+    They stay gathered afterwards unless it is the last microbatch of the step, or fails. Other modules see no
+    difference.
+
+    Args:
+        module: The whole model.
+        last: Whether this is the step's last microbatch, after which the optimizer changes the shards.
+    """
+    units = [m for m in module.modules() if isinstance(m, FSDPModule) and _GATHERED_FOR_STEP in vars(m)]
+    for unit in units:
+        unit.set_reshard_after_backward(last, recurse=False)
+    try:
+        yield
+    except BaseException:
+        for unit in units:
+            unit.reshard()
+        raise
+
+
+def prefetch(units: Sequence[nn.Module], *, forward: int = 1, backward: int = 1) -> None:
+    """Have units gathered while those before them compute, also where the host does not run ahead of the device.
+
+    Args:
+        units: In the order in which forward runs through them, each of which a parallelize function made a unit.
+        forward: How many units ahead to gather in forward.
+        backward: The same in backward, against the order.
+
+    Raises:
+        ValueError: A module is no unit.
+    """
+    sharded: list[FSDPModule] = [unit for unit in units if isinstance(unit, FSDPModule)]
+    if strangers := [type(unit).__name__ for unit in units if not isinstance(unit, FSDPModule)]:
+        raise ValueError(f"{strangers} are no units of fully_shard: give the modules that were sharded, in their order")
+    for i, unit in enumerate(sharded):
+        unit.set_modules_to_forward_prefetch(sharded[i + 1 : i + 1 + forward])
+        unit.set_modules_to_backward_prefetch(sharded[max(0, i - backward) : i][::-1])
 
 
 def shard_further(
@@ -109,7 +157,20 @@ def is_fully_sharded(parameter: nn.Parameter) -> bool:
 
 def _shard(modules: nn.Module | Sequence[nn.Module], mesh: DeviceMesh, policy: ShardPolicy) -> None:
     unit = [modules] if isinstance(modules, nn.Module) else list(modules)
+    _refuse_orphans(unit)
     _fully_shard(unit, mesh, policy, {p for module in unit for p in module.parameters() if is_laid_out(p)})
+
+
+def _refuse_orphans(unit: Sequence[nn.Module]) -> None:
+    """Raise where an inner unit holds a parameter that it does not own, and that this unit would not take either."""
+    for inner in (inner for module in unit for inner in module.modules() if isinstance(inner, FSDPModule)):
+        assert isinstance(inner, nn.Module)
+        orphans = [name for name, parameter in inner.named_parameters() if not isinstance(parameter, DTensor)]
+        if orphans:
+            raise ValueError(
+                f"{', '.join(orphans)} lies in {type(inner).__name__}, a unit of fully_shard that does not own it, so "
+                "that no unit around it will: shard the module that holds it first"
+            )
 
 
 def _fully_shard(
@@ -125,10 +186,17 @@ def _fully_shard(
             raise ValueError(  # noqa: TRY004 - the type is right, the state is not
                 f"{type(module).__name__} is a unit of fully_shard already: shard modules within or around it"
             )
+    owned = list(_owned(unit, ignored))
+    wide_sums = None
+    if any(is_narrow(parameter.dtype) for _, _, parameter in owned):
+        ranks = mesh.size(mesh.ndim - 1)
+        wide_sums = WideSums(
+            [(o, n, _largest_shard(p, ranks, placement(p) if placement else None)) for o, n, p in owned]
+        )
     fully_shard(
         unit if len(unit) > 1 else unit[0],
         mesh=mesh,
-        reshard_after_forward=policy.reshard_after_forward,
+        reshard_after_forward=None if policy.gathered_for == "pass" else False,
         # Inputs stay as they are: fully_shard would cast rotary tables and the like along with activations.
         mp_policy=MixedPrecisionPolicy(
             param_dtype=policy.compute_dtype, reduce_dtype=policy.reduce_dtype, cast_forward_inputs=False
@@ -142,9 +210,35 @@ def _fully_shard(
         # Neither reaches the modules within, so each call sets its own.
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(enable=True)
-        for parameter in module.parameters():
-            if isinstance(parameter, DTensor) and not is_laid_out(parameter):
-                vars(parameter)[_FULLY_SHARDED] = True
+        if hasattr(module, "set_reduce_scatter_unused_params"):
+            # Ranks that used different parameters would wait for each other. torch 2.11 has no such switch.
+            module.set_reduce_scatter_unused_params(True, recurse=False)
+        if policy.gathered_for == "step":
+            vars(module)[_GATHERED_FOR_STEP] = True
+    for owner, name, _ in owned:
+        vars(owner.get_parameter(name))[_FULLY_SHARDED] = True
+    if wide_sums:
+        assert isinstance(unit[0], FSDPModule)
+        wide_sums.install(unit[0])
+
+
+def _owned(
+    unit: Sequence[nn.Module], ignored: Collection[nn.Parameter]
+) -> Generator[tuple[nn.Module, str, nn.Parameter]]:
+    """The parameters that a unit will own, each once: where they are, and what they are before."""
+    seen: set[nn.Parameter] = set(ignored)
+    for owner in (owner for module in unit for owner in module.modules()):
+        for name, parameter in owner.named_parameters(recurse=False):
+            if parameter not in seen and not is_fully_sharded(parameter):
+                seen.add(parameter)
+                yield owner, name, parameter
+
+
+def _largest_shard(parameter: nn.Parameter, ranks: int, placement: Shard | None) -> int:
+    """Elements of the largest shard when a parameter is cut for so many ranks."""
+    shape = local_tensor(parameter).shape
+    dim = placement.dim if placement else 0
+    return -(-shape[dim] // ranks) * (shape.numel() // max(shape[dim], 1))
 
 
 def _refuse_hidden_tensors(module: nn.Module, arguments: object, output: object) -> None:

@@ -5,12 +5,14 @@ from functools import cache
 from typing import Any
 
 import attrs
+import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, distribute_tensor
 
 _GRAD_PLACEMENTS = "_d9d_grad_placements"
 _LAID_OUT_AS = "_d9d_laid_out_as"
+_LEAF = "_d9d_leaf"
 
 
 @attrs.frozen
@@ -71,6 +73,41 @@ def grad_placements(parameter: DTensor) -> tuple[Placement, ...] | None:
     return found
 
 
+def local_tensor(tensor: Tensor) -> Tensor:
+    """What this rank holds of a tensor, without a graph."""
+    if isinstance(tensor, DTensor):
+        with torch.no_grad():
+            local: Tensor = tensor.to_local()
+            return local
+    return tensor.detach()
+
+
+class LocalLeaf:
+    """A leaf of autograd in the memory of a laid-out parameter, which modules use in its place.
+
+    Backward accumulates into the leaf's ``grad`` without a DTensor on the way. Neither a copy nor a pickle of the
+    parameter has it.
+
+    Args:
+        parameter: Its modules use this leaf from now on, until `release` or the next leaf.
+    """
+
+    def __init__(self, parameter: DTensor) -> None:
+        self.tensor: Tensor | None = local_tensor(parameter).detach().requires_grad_()
+        setattr(parameter, _LEAF, self)
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+    def release(self) -> None:
+        """Have modules use the parameter again."""
+        self.tensor = None
+
+    def is_used(self, parameter: DTensor) -> bool:
+        """Whether the parameter's modules use the leaf: a conversion such as ``module.to()`` ends that too."""
+        return getattr(parameter, _LEAF, None) is self
+
+
 def _distribute(parameter: nn.Parameter, layout: Layout) -> nn.Parameter:
     distributed = distribute_tensor(parameter.detach(), layout.mesh, layout.placements)
     new = nn.Parameter(distributed, requires_grad=parameter.requires_grad)
@@ -94,6 +131,9 @@ def _local_view(name: str, placements: tuple[Placement, ...]) -> Callable[[nn.Mo
         # What `fully_shard` has sharded further has more mesh dims until it is gathered, and is not computed with.
         if not isinstance(parameter, DTensor) or len(parameter.placements) != len(placements):
             return parameter
+        leaf: LocalLeaf | None = getattr(parameter, _LEAF, None)
+        if leaf is not None and leaf.tensor is not None and parameter.requires_grad:
+            return leaf.tensor
         view: Tensor = parameter.to_local(grad_placements=placements)
         return view
 

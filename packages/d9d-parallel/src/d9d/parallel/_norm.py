@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from ._bucket import local_tensor
+from ._layout import local_tensor
 from ._split import Parameters, Split, named
 
 

@@ -4,21 +4,20 @@ import weakref
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
-import attrs
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ._bucket import Bucket, local_tensor, make_buckets
-from ._layout import grad_placements
+from ._bucket import Bucket, plan_buckets
+from ._layout import LocalLeaf, local_tensor
 
 
 class GradientSync:
     """Sums gradients over the microbatches of a step and over the ranks that hold addends of them.
 
-    Gradients are collected in flat buffers of a wide dtype. When backward has filled a buffer for the last time in
-    a step, its sum over the ranks starts, on CUDA on a stream of its own while backward goes on. Exactly the mesh
+    Backward accumulates into flat buffers of a wide dtype. When it has filled a buffer for the last time in a step, the
+    buffer's sum over the ranks starts, on CUDA on a stream of its own while backward goes on. Exactly the mesh
     dims over which a parameter's gradient is Partial are summed; nothing is divided. All ranks reduce buffers in one
     order, whatever parameters each of them used, and an unused parameter counts as zeros.
 
@@ -29,8 +28,10 @@ class GradientSync:
                 loss(model, batch).backward()
         sync.finish()
 
-    Afterwards every parameter's ``grad`` is summed, of dtype ``grad_dtype``, and laid out as the parameter; it is
-    valid until the next step begins, which starts from zero. A step that raises is forgotten as a whole.
+    Afterwards every parameter's ``grad`` is summed, of dtype ``grad_dtype``, and laid out as the parameter; it is a
+    view of a buffer, and valid until the next step begins, which starts from zero. A step that raises is forgotten as
+    a whole. While this object lives, ``module.weight`` of a laid-out parameter is a leaf of autograd, and hooks on
+    gradients belong there: those on the parameter are not called.
 
     Args:
         stages: The parameters of each pipeline stage on this rank; frozen ones are skipped.
@@ -51,20 +52,29 @@ class GradientSync:
     ) -> None:
         trained = [[p for p in stage if p.requires_grad] for stage in stages]
         _check(trained)
-        self._stages = [_Stage(list(make_buckets(parameters, bucket_bytes, grad_dtype))) for parameters in trained]
         device = next((p.device for parameters in trained for p in parameters), torch.device("cpu"))
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         self._in_step = False
+        self._stages: list[_Stage] = []
+        self._gradients: list[_Gradient] = []
         handles: list[RemovableHandle] = []
-        for stage_index, stage in enumerate(self._stages):
-            for index, bucket in enumerate(stage.buckets):
-                for parameter, view in zip(bucket.parameters, bucket.views):
-                    # The gradient may be wider than the parameter, and comes from backward in either dtype.
-                    parameter.grad_dtype = None
-                    collect = _collector(weakref.ref(self), stage_index, index, view)
-                    handles.append(parameter.register_post_accumulate_grad_hook(collect))
-        # Parameters hold their hooks: these must hold neither this nor, through it, the parameters.
-        weakref.finalize(self, _remove, handles)
+        for parameters in trained:
+            stage = _Stage(self._stream)
+            self._stages.append(stage)
+            for index, plan in enumerate(plan_buckets(parameters, bucket_bytes, grad_dtype)):
+                shapes = [local_tensor(parameter).shape for parameter in plan.parameters]
+                bucket = Bucket(shapes, plan.groups, grad_dtype, device)
+                stage.buckets.append(bucket)
+                for parameter, view in zip(plan.parameters, bucket.views):
+                    gradient = _Gradient(parameter, view)
+                    self._gradients.append(gradient)
+                    collect = _collector(stage, index, view)
+                    handles.append(gradient.leaf.register_post_accumulate_grad_hook(collect))
+                    if gradient.leaf is not parameter:
+                        handles.append(parameter.register_post_accumulate_grad_hook(_refuse))
+        # Parameters hold their hooks and leaves: these must hold neither this nor, through it, the parameters.
+        leaves = [gradient.local for gradient in self._gradients if gradient.local is not None]
+        weakref.finalize(self, _release, handles, leaves)
 
     @contextmanager
     def microbatch(self, stage: int, *, last: bool) -> Generator[None]:
@@ -83,8 +93,7 @@ class GradientSync:
         except BaseException:
             self._forget()
             raise
-        if last:
-            current.reduce_ready(self._stream, everything=True)
+        current.end_microbatch()
 
     def finish(self) -> None:
         """Wait for all sums and set the gradients.
@@ -97,9 +106,8 @@ class GradientSync:
         if pending := [i for i, stage in enumerate(self._stages) if not stage.all_reduced]:
             raise RuntimeError(f"stages {pending} have had no microbatch with last=True in this step")
         self._wait()
-        for stage in self._stages:
-            for bucket in stage.buckets:
-                bucket.publish()
+        for gradient in self._gradients:
+            gradient.publish()
         self._in_step = False
 
     def _wait(self) -> None:
@@ -114,41 +122,17 @@ class GradientSync:
         self._wait()
         self._in_step = True
         for stage in self._stages:
-            stage.reduced = 0
-            for bucket in stage.buckets:
-                bucket.zero()
-                for parameter in bucket.parameters:
-                    parameter.grad = None
+            stage.begin_step()
+        for gradient in self._gradients:
+            gradient.begin_step()
 
     def _forget(self) -> None:
         """Leave a failed step: the next one begins anew."""
         self._in_step = False
         for stage in self._stages:
-            for bucket in stage.buckets:
-                for parameter in bucket.parameters:
-                    parameter.grad = None
-
-    def _collect(self, parameter: Tensor, view: Tensor, stage: "_Stage", index: int) -> None:
-        assert parameter.grad is not None
-        if not self._in_step:
-            raise RuntimeError("backward ran outside GradientSync.microbatch: its gradients would be lost")
-        if stage.reduced > index:
-            raise RuntimeError(
-                f"a parameter of shape {tuple(parameter.shape)} got a gradient after its sum over ranks had "
-                "started: run one backward in a stage's last microbatch"
-            )
-        if isinstance(parameter, DTensor) and isinstance(parameter.grad, DTensor):
-            found, fixed = parameter.grad.placements, grad_placements(parameter)
-            if found != fixed:
-                raise RuntimeError(
-                    f"the gradient of a parameter of shape {tuple(parameter.shape)} has placements {found}, and is to "
-                    f"be {fixed}: use parameters in a loss as module.weight, not as the DTensors of parameters()"
-                )
-        view.add_(local_tensor(parameter.grad))
-        parameter.grad = None
-        if stage.is_last:
-            stage.missing[index] -= 1
-            stage.reduce_ready(self._stream)
+            stage.collects = False
+        for gradient in self._gradients:
+            gradient.parameter.grad = None
 
 
 def _check(stages: Sequence[Sequence[nn.Parameter]]) -> None:
@@ -164,37 +148,122 @@ def _check(stages: Sequence[Sequence[nn.Parameter]]) -> None:
         seen.add(parameter)
 
 
-def _collector(sync: "weakref.ref[GradientSync]", stage: int, index: int, view: Tensor) -> Callable[[Tensor], None]:
-    def collect(parameter: Tensor) -> None:
-        if (owner := sync()) is not None:
-            owner._collect(parameter, view, owner._stages[stage], index)  # noqa: SLF001 - the class's own hook
+class _Gradient:
+    """One trained parameter, and the view of a buffer in which its gradient is summed."""
+
+    def __init__(self, parameter: nn.Parameter, view: Tensor) -> None:
+        self.parameter = parameter
+        self.local = LocalLeaf(parameter) if isinstance(parameter, DTensor) else None
+        self.leaf: Tensor = parameter
+        """Where backward accumulates."""
+        self._view = view
+        self._published = view
+        if self.local is not None and isinstance(parameter, DTensor):
+            assert self.local.tensor is not None
+            self.leaf = self.local.tensor
+            self._published = DTensor.from_local(
+                view,
+                parameter.device_mesh,
+                parameter.placements,
+                run_check=False,
+                shape=parameter.shape,
+                stride=parameter.stride(),
+            )
+        # The gradient may be wider than the parameter, and comes from backward in either dtype.
+        parameter.grad_dtype = None
+        self.leaf.grad_dtype = None
+
+    def begin_step(self) -> None:
+        if self.local is not None:
+            assert isinstance(self.parameter, DTensor)
+            if not self.local.is_used(self.parameter):
+                raise RuntimeError(
+                    f"a parameter of shape {tuple(self.parameter.shape)} was converted, or given to another "
+                    "GradientSync, after this one was made: make a GradientSync when the module is as it stays"
+                )
+            self.parameter.grad = None
+        self.leaf.grad = self._view
+
+    def publish(self) -> None:
+        self.parameter.grad = self._published
+
+
+class _Stage:
+    """Counts the parameters that backward reaches, and reduces buckets in their order."""
+
+    def __init__(self, stream: torch.cuda.Stream | None) -> None:
+        self.buckets: list[Bucket] = []
+        self._stream = stream
+        self.collects = False
+        """Whether a microbatch is under way."""
+        self.is_last = False
+        self._missing: list[int] = []
+        """For each bucket, how many parameters the last microbatch has not reached yet."""
+        self._reduced = 0
+        """How many buckets, from the first, are being summed. One order on all ranks, or collectives would cross."""
+
+    @property
+    def all_reduced(self) -> bool:
+        return self._reduced == len(self.buckets)
+
+    def begin_step(self) -> None:
+        self._reduced = 0
+        for bucket in self.buckets:
+            bucket.zero()
+
+    def begin_microbatch(self, *, last: bool) -> None:
+        self.collects, self.is_last = True, last
+        self._missing = [len(bucket.views) for bucket in self.buckets]
+
+    def end_microbatch(self) -> None:
+        self.collects = False
+        if self.is_last:
+            self._reduce_ready(everything=True)
+
+    def arrive(self, leaf: Tensor, index: int) -> None:
+        """Take note of a gradient in a bucket that is reduced when all are there, or ought not to get any more."""
+        if not self.collects:
+            raise RuntimeError("backward ran outside GradientSync.microbatch: its gradients would be lost")
+        if self._reduced > index:
+            raise RuntimeError(
+                f"a parameter of local shape {tuple(leaf.shape)} got a gradient after its sum over ranks had started: "
+                "run one backward in a stage's last microbatch"
+            )
+        self._missing[index] -= 1
+        if not self._missing[index]:
+            self._reduce_ready()
+
+    def _reduce_ready(self, *, everything: bool = False) -> None:
+        while not self.all_reduced and (everything or not self._missing[self._reduced]):
+            self.buckets[self._reduced].reduce_async(self._stream)
+            self._reduced += 1
+
+
+def _collector(stage: _Stage, index: int, view: Tensor) -> Callable[[Tensor], None]:
+    """A hook for after each accumulation; it costs less than a microsecond but for the last microbatch."""
+
+    def collect(leaf: Tensor) -> None:
+        if leaf.grad is not view:
+            # Backward with create_graph, or after someone set another gradient, does not accumulate in place.
+            assert leaf.grad is not None
+            view.copy_(leaf.grad.detach())
+            leaf.grad = view
+        if stage.is_last or not stage.collects:
+            stage.arrive(leaf, index)
 
     return collect
 
 
-def _remove(handles: Sequence[RemovableHandle]) -> None:
+def _refuse(parameter: Tensor) -> None:
+    parameter.grad = None
+    raise RuntimeError(
+        f"a loss used a parameter of shape {tuple(parameter.shape)} as a DTensor, whose gradient is no addend that "
+        "could be summed: use it as module.weight, not as parameters() gives it"
+    )
+
+
+def _release(handles: Sequence[RemovableHandle], leaves: Sequence[LocalLeaf]) -> None:
     for handle in handles:
         handle.remove()
-
-
-@attrs.define
-class _Stage:
-    buckets: list[Bucket]
-    is_last: bool = False
-    missing: list[int] = attrs.field(factory=list)
-    """For each bucket, how many parameters the last microbatch has not reached yet."""
-    reduced: int = 0
-    """How many buckets, from the first, are being summed. One order on all ranks, or collectives would cross."""
-
-    def begin_microbatch(self, *, last: bool) -> None:
-        self.is_last = last
-        self.missing = [len(bucket.parameters) for bucket in self.buckets]
-
-    @property
-    def all_reduced(self) -> bool:
-        return self.reduced == len(self.buckets)
-
-    def reduce_ready(self, stream: torch.cuda.Stream | None, *, everything: bool = False) -> None:
-        while not self.all_reduced and (everything or not self.missing[self.reduced]):
-            self.buckets[self.reduced].reduce_async(stream)
-            self.reduced += 1
+    for leaf in leaves:
+        leaf.release()

@@ -1,7 +1,9 @@
 """What a worker process of a test world does."""
 
+import contextlib
 import faulthandler
 import gc
+import importlib
 import importlib.util
 import itertools
 import pickle
@@ -81,8 +83,11 @@ def call(task: Task) -> Any:
 
 def _load(path: str, name: str) -> ModuleType:
     """The module of a file under the name that it has in the test's process, so that pickles agree."""
-    if name in sys.modules and getattr(sys.modules[name], "__file__", None) == path:
-        return sys.modules[name]
+    with contextlib.suppress(ImportError):
+        # As part of its package, if it is part of one: the package may import it in turn.
+        module = importlib.import_module(name)
+        if Path(getattr(module, "__file__", None) or "").resolve() == Path(path):
+            return module
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None
     assert spec.loader is not None

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from d9d.mesh import DistContext
 from d9d.parallel import (
@@ -11,6 +12,7 @@ from d9d.parallel import (
     parallelize_fsdp,
     parallelize_hsdp,
     parallelize_replicate,
+    prefetch,
 )
 
 from ._model import Qwen3MoEForCausalLM
@@ -51,3 +53,7 @@ def parallelize_qwen3_moe(
             parallelize_fsdp(unit, dense["dp_cp_shard"], policy=policy)
         else:
             parallelize_hsdp(unit, dense, shard_dim="dp_cp_shard", policy=policy)
+    # Experts are units of their own, within their layer's. Their dispatch waits for the device, so that the host does
+    # not run ahead of it.
+    within_layers = (module for layer in model.decoder_layers() for module in layer.modules())
+    prefetch([module for module in within_layers if isinstance(module, FSDPModule)])
