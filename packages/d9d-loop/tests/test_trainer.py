@@ -3,6 +3,7 @@ import json
 import math
 import random
 from pathlib import Path
+from typing import ClassVar
 
 import attrs
 import pytest
@@ -12,7 +13,7 @@ from torch.nn import functional as F
 
 from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
 from d9d.loop.optim import AdamWConfig, ConstantSchedule
-from d9d.loop.track import JsonLinesConfig
+from d9d.loop.track import JsonLinesConfig, TrackerConfig
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
 from d9d.parallel import LossSum, ShardPolicy, parallelize_fsdp, parallelize_hsdp, parallelize_replicate
@@ -261,15 +262,28 @@ def without_speed(lines):
     ]
 
 
+@attrs.frozen(kw_only=True)
+class DrawingConfig(TrackerConfig):
+    """Of a tracker that draws random numbers, as rich does when it is imported."""
+
+    kind: ClassVar[str] = "drawing"
+
+    def open(self, directory, *, done, steps):
+        random.random()
+        return JsonLinesConfig(name="drawing.jsonl").open(directory, done=done, steps=steps)
+
+
 def interrupted(directory, size):
     """20 steps in one go, and in three processes' worth of trainers; with dropout, bf16 and a log line every 3."""
     changes = {"dtype": "bfloat16", "log_every": 3, "checkpoint_every": 5, "steps": 20}
+    changes["trackers"] = (JsonLinesConfig(), DrawingConfig())
     results = []
     with context(replicate=-1) as ctx:
         for name, stops in {"whole": [20], "parts": [10, 17, 20]}.items():
             place = Path(directory) / f"{name}-{size}"
             for stop in stops:
                 torch.rand(ctx.rank + stop)  # another process, another random state
+                random.seed(stop)
                 made = trainer(ctx, config(place, **changes), dropout=0.3)
                 resumed = made.step
                 if stop < 20:
@@ -278,7 +292,9 @@ def interrupted(directory, size):
                 else:
                     made.run()
             state = {name: as_local(value) for name, value in made.optimizer.named_state().items()}
-            results.append((resumed, weights(made), state, torch.get_rng_state()))
+            results.append(
+                (resumed, weights(made), state, torch.tensor([*torch.get_rng_state(), *random.randbytes(8)]))
+            )
     return results
 
 

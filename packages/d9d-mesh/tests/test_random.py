@@ -48,6 +48,16 @@ def test_all_streams_go_on_where_they_were():
     assert [_draw() for _ in range(3)] == expected
 
 
+def test_what_is_drawn_aside_is_not_drawn():
+    streams = RandomState(CPU)
+    before = streams.state_dict()
+    with streams.preserved():
+        _draw()
+    expected = _draw()
+    streams.load_state_dict(before)
+    assert _draw() == expected
+
+
 def test_a_stream_that_was_not_there_goes_on():
     streams = RandomState(CPU)
     saved = {name: value for name, value in streams.state_dict().items() if "numpy" not in name}

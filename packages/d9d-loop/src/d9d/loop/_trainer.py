@@ -152,9 +152,11 @@ class Trainer:
         trackers = []
         if ctx.is_main:
             config.directory.mkdir(parents=True, exist_ok=True)
-            trackers = [
-                tracker.open(config.directory, done=self.step, steps=config.steps) for tracker in config.trackers
-            ]
+            # A resumed run opens them once more: what they draw (rich does) must not move its streams.
+            with self.state.random.preserved():
+                trackers = [
+                    tracker.open(config.directory, done=self.step, steps=config.steps) for tracker in config.trackers
+                ]
         peak = peak_flops(ctx.device, getattr(torch, config.dtype))
         speed = Speedometer(
             ctx.device, flops=self.flops_per_token, peak=None if peak is None else peak * ctx.world_size

@@ -3,7 +3,8 @@
 import importlib
 import random
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Any, TypeAlias
 
@@ -82,3 +83,12 @@ class RandomState:
                 numpy.random.set_state((kind, words.tolist(), *rest))
         if self._device.type == "cuda" and isinstance(stream := state.get("cuda"), Tensor):
             torch.cuda.set_rng_state(stream, self._device)
+
+    @contextmanager
+    def preserved(self) -> Generator[None]:
+        """Whatever the body draws, the streams go on afterwards as if it had drawn nothing."""
+        before = self.state_dict()
+        try:
+            yield
+        finally:
+            self.load_state_dict(before)

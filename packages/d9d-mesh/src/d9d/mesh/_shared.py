@@ -43,7 +43,7 @@ def forget_meshes() -> None:
     """
     _shared.world = None
     _shared.meshes.clear()
-    # There is no public way. What torch.distributed.tensor.debug has takes numpy on torch 2.11.
+    # There is no public way. What torch.distributed.tensor.debug has takes a second to import, and numpy on 2.11.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # noqa: SLF001
     torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
     # These keep meshes alive, and by them the threads of their groups.
