@@ -4,13 +4,16 @@ import os
 import signal
 import sys
 import time
+from pathlib import Path
 
 import attrs
 import pytest
 import torch
 import torch.distributed as dist
+from torch import nn
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
+from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import Ended, JobTimeoutError, WorldError, WorldTimeoutError, run_job, run_world
 
 
@@ -112,3 +115,20 @@ def test_a_job_tells_how_each_rank_ended():
     assert run_job(2, _end_like, [0, 3]) == [Ended(0, "rank 0 of 2\n"), Ended(3, "rank 1 of 2\n")]
     with pytest.raises(JobTimeoutError, match=r"ranks \[0\] of _never_end did not end in 1.0 s\nrank 0:"):
         run_job(1, _never_end, timeout=1.0)
+
+
+def _use_dtensors() -> None:
+    mesh = DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"]
+    nn.Parameter(distribute_tensor(torch.arange(2.0), mesh, [Shard(0)])).full_tensor()
+
+
+def _threads() -> int:
+    return len(list(Path("/proc/self/task").iterdir()))
+
+
+def test_threads_of_a_task_end_with_it():
+    """Those of gloo poll: hundreds in idle workers would slow every other test."""
+    run_world(2, _use_dtensors)
+    before = run_world(2, _threads)
+    run_world(2, _use_dtensors)
+    assert run_world(2, _threads) == before

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, _redistribute
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 
 
 @attrs.define
@@ -40,12 +40,16 @@ def forget_meshes() -> None:
     """Let go of the meshes of a default group that is gone, and have torch do so.
 
     It numbers groups from 0 again: what it remembers of a mesh would lead an equal one to any group of the next job.
+    And it would keep the old groups alive, with threads that poll.
     """
     _shared.world = None
+    for mesh in _shared.meshes.values():
+        # torch 2.11 never lets go of a mesh that an operation saw.
+        mesh._pg_registry.clear()  # noqa: SLF001
     _shared.meshes.clear()
-    # There is no public way. What torch.distributed.tensor.debug has takes a second to import, and numpy on 2.11.
+    # There is no public way. What torch.distributed.tensor.debug has takes numpy on torch 2.11.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()  # noqa: SLF001
     torch._C._clear_DTensor_sharding_propagator_cache()  # noqa: SLF001
-    # These keep meshes alive, and by them the threads of their groups.
     _redistribute.clear_redistribute_planner_cache()
     _redistribute._gen_transform_infos.cache_clear()  # noqa: SLF001
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
