@@ -133,7 +133,9 @@ def _refusals() -> None:
     moe.router = nn.Linear(2, 4)
     experts = DistContext.launch(MeshConfig(shard=4, expert=2), "cpu").mesh("expert")["ep_replicate", "ep_shard", "ep"]
     parallelize_expert_parallel(moe, experts)
-    with pytest.raises(ValueError, match="router.weight lies in .*Experts, a unit of fully_shard that does not own it"):
+    with pytest.raises(
+        ValueError, match="router.weight, router.bias lies in .*Experts, a unit of fully_shard that does not own it"
+    ):
         parallelize_fsdp(nn.Sequential(moe), dense["dp_cp_shard"])
     foreign = nn.Parameter(distribute_tensor(torch.ones(4), _mesh(replicate=4), [Replicate()]))
     with pytest.raises(ValueError, match="was not laid out by a parallelize function"):
