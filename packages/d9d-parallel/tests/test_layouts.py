@@ -137,6 +137,10 @@ def _refusals() -> None:
         ValueError, match="router.weight, router.bias lies in .*Experts, a unit of fully_shard that does not own it"
     ):
         parallelize_fsdp(nn.Sequential(moe), dense["dp_cp_shard"])
+    partly = nn.Sequential(nn.Linear(2, 3), nn.Linear(3, 2))
+    parallelize_replicate(partly[0], _mesh(replicate=4))
+    with pytest.raises(ValueError, match=r"those of shapes \[\(2, 3\), \(2,\)\] are not"):
+        GradientSync([list(partly.parameters())])
     foreign = nn.Parameter(distribute_tensor(torch.ones(4), _mesh(replicate=4), [Replicate()]))
     with pytest.raises(ValueError, match="was not laid out by a parallelize function"):
         GradientSync([[foreign]])

@@ -7,11 +7,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate
 
 from ._fsdp import is_fully_sharded
 from ._layout import grad_placements, local_tensor
+from ._mesh_dims import MeshDims
 
 
 class Bucket:
@@ -78,8 +78,8 @@ def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, dtype: t
     Raises:
         ValueError: A DTensor among the parameters says nothing of its gradient.
     """
-    open_ones: dict[_Reduction, list[nn.Parameter]] = {}
-    sizes: dict[_Reduction, int] = {}
+    open_ones: dict[MeshDims, list[nn.Parameter]] = {}
+    sizes: dict[MeshDims, int] = {}
     for parameter in reversed(parameters):
         reduction = _reduction(parameter)
         open_ones.setdefault(reduction, []).append(parameter)
@@ -91,21 +91,10 @@ def plan_buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int, dtype: t
         yield BucketPlan(tuple(members), reduction.groups())
 
 
-@attrs.frozen
-class _Reduction:
-    """Over which dims of which mesh a gradient is summed; equal ones can share a bucket."""
-
-    mesh: DeviceMesh | None
-    dims: tuple[int, ...]
-    device: torch.device
-
-    def groups(self) -> tuple[ProcessGroup, ...]:
-        return tuple(self.mesh.get_group(dim) for dim in self.dims) if self.mesh else ()
-
-
-def _reduction(parameter: nn.Parameter) -> _Reduction:
+def _reduction(parameter: nn.Parameter) -> MeshDims:
+    """Over which dims a gradient is to be summed."""
     if not isinstance(parameter, DTensor):
-        return _Reduction(None, (), parameter.device)
+        return MeshDims()
     if is_fully_sharded(parameter):
         raise ValueError(
             f"fully_shard sums the gradient of a parameter of shape {tuple(parameter.shape)} itself: give GradientSync "
@@ -121,4 +110,4 @@ def _reduction(parameter: nn.Parameter) -> _Reduction:
     for dim, (placement, grad) in enumerate(zip(parameter.placements, placements)):
         assert grad == placement or (isinstance(grad, Partial) and isinstance(placement, Replicate)), dim
     partial = (dim for dim, placement in enumerate(placements) if isinstance(placement, Partial))
-    return _Reduction(mesh, tuple(dim for dim in partial if mesh.size(dim) > 1), parameter.device)
+    return MeshDims.larger_than_one(mesh, partial)

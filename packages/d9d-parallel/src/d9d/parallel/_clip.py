@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._layout import local_tensor
-from ._split import Parameters, Split, named
+from ._mesh_dims import MeshDims, Parameters, named, split_of_gradient
 
 NonFinite: TypeAlias = Literal["raise", "skip", "zero"]
 """What to do with a step whose gradients hold a NaN or an infinity, see `scale_and_clip_`."""
@@ -91,9 +91,9 @@ def _scale(gradients: Sequence[Tensor], *, weight: Tensor, norm: Tensor, max_nor
 
 def _report(parameters: Sequence[tuple[str, nn.Parameter]], norm: Tensor) -> str:
     """Which gradients hold how many NaNs and infinities, the same on all ranks of a stage; collective."""
-    by_split: dict[Split, list[tuple[str, nn.Parameter]]] = {}
+    by_split: dict[MeshDims, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in parameters:
-        by_split.setdefault(Split.of_gradient(parameter, name), []).append((name, parameter))
+        by_split.setdefault(split_of_gradient(parameter, name), []).append((name, parameter))
     found: dict[str, str] = {}
     for split, members in by_split.items():
         counts = torch.stack([_count(parameter.grad, norm.device) for _, parameter in members])

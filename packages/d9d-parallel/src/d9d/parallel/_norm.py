@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from ._layout import local_tensor
-from ._split import Parameters, Split, named
+from ._mesh_dims import MeshDims, Parameters, named, split_of_gradient
 
 
 def global_norm(
@@ -67,14 +67,14 @@ def group_norms(
         raise ValueError(f"norm_type is {norm_type!r}: a norm needs a positive p, or inf")
     skipped = set(tied)
     device = None
-    by_split: dict[Split, list[list[Tensor]]] = {}
+    by_split: dict[MeshDims, list[list[Tensor]]] = {}
     for place, parameters in enumerate(groups.values()):
         for name, parameter in named(parameters):
             if parameter in skipped:
                 continue
             device = device or parameter.device
             # By parameter: a rank without a gradient takes part in the same collectives as the others.
-            parts = by_split.setdefault(Split.of_gradient(parameter, name), [[] for _ in groups])
+            parts = by_split.setdefault(split_of_gradient(parameter, name), [[] for _ in groups])
             if parameter.grad is not None:
                 parts[place].append(local_tensor(parameter.grad))
     is_max = math.isinf(norm_type)

@@ -39,8 +39,8 @@ class GradientSync:
         grad_dtype: Of the buffers and the gradients.
 
     Raises:
-        ValueError: A DTensor was not laid out by a function of this package, or a parameter is on ``meta`` or given
-            twice.
+        ValueError: A DTensor was not laid out by a function of this package, only a part of a stage was laid out, a
+            parameter is on ``meta`` or given twice, or there are several devices.
     """
 
     def __init__(
@@ -146,6 +146,15 @@ def _check(stages: Sequence[Sequence[nn.Parameter]]) -> None:
         if parameter in seen:
             raise ValueError(f"a parameter of shape {tuple(parameter.shape)} is given twice: give each once")
         seen.add(parameter)
+    if len(devices := {parameter.device for parameter in seen}) > 1:
+        raise ValueError(f"the parameters are on {sorted(map(str, devices))}: a GradientSync takes those of one device")
+    for parameters in stages:
+        plain = [tuple(p.shape) for p in parameters if not isinstance(p, DTensor)]
+        if 0 < len(plain) < len(parameters):
+            raise ValueError(
+                f"some parameters of a stage are laid out, and those of shapes {plain} are not: nobody would sum their "
+                "gradients; lay out the whole model, or nothing of it"
+            )
 
 
 class _Gradient:

@@ -8,5 +8,15 @@ session.
 
 from ._job import Ended, JobTimeoutError, run_job
 from ._pool import WorldError, WorldTimeoutError, run_world, stop_worlds
+from ._reference import Reference
 
-__all__ = ["Ended", "JobTimeoutError", "WorldError", "WorldTimeoutError", "run_job", "run_world", "stop_worlds"]
+__all__ = [
+    "Ended",
+    "JobTimeoutError",
+    "Reference",
+    "WorldError",
+    "WorldTimeoutError",
+    "run_job",
+    "run_world",
+    "stop_worlds",
+]

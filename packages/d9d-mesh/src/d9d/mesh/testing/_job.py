@@ -71,7 +71,7 @@ def run_job(size: int, function: Callable[..., object], *args: Any, timeout: flo
                 process.join(max(0.0, deadline - time.monotonic()))
             if running := [rank for rank, process in enumerate(processes) if process.is_alive()]:
                 written = "\n".join(f"rank {rank}:\n{output.read_text()}" for rank, output in enumerate(outputs))
-                raise JobTimeoutError(f"ranks {running} of {task.name} did not end in {timeout} s\n{written}")
+                raise JobTimeoutError(f"ranks {running} of {task.function.name} did not end in {timeout} s\n{written}")
         finally:
             for process in processes:
                 process.kill()

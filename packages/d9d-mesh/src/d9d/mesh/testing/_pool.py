@@ -5,7 +5,6 @@ workers come from multiprocessing's forkserver, and a world stays for the next t
 """
 
 import atexit
-import inspect
 import multiprocessing
 import os
 import pickle
@@ -19,6 +18,7 @@ from typing import Any, TypeVar
 
 from torch.distributed import TCPStore
 
+from ._reference import Reference
 from ._worker import Outcome, Task, serve
 
 T = TypeVar("T")
@@ -88,14 +88,7 @@ atexit.register(stop_worlds)
 
 
 def task_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
-    if not inspect.isfunction(function) or "<locals>" in function.__qualname__:
-        raise ValueError(f"{function!r} is not a top-level function of a module: a worker finds it by name only")
-    return Task(
-        path=str(Path(inspect.getfile(function)).resolve()),
-        module=function.__module__,
-        name=function.__qualname__,
-        arguments=pickle.dumps(args),
-    )
+    return Task(Reference.to(function, role="what ranks are to run"), pickle.dumps(args))
 
 
 class _World:
@@ -128,7 +121,7 @@ class _World:
         message = pickle.dumps(task)
         for connection in self._connections:
             connection.send_bytes(message)
-        return self._collect(task.name, timeout)
+        return self._collect(task.function.name, timeout)
 
     def is_alive(self) -> bool:
         """Whether every worker is there to take a task."""

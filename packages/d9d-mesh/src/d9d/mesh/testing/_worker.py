@@ -1,20 +1,14 @@
 """What a worker process of a test world does."""
 
-import contextlib
 import faulthandler
 import gc
-import importlib
-import importlib.util
 import itertools
 import pickle
 import signal
-import sys
 import traceback
 from datetime import timedelta
-from functools import reduce
 from multiprocessing.connection import Connection
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import attrs
@@ -22,15 +16,14 @@ import torch
 import torch.distributed as dist
 
 from .._shared import forget_meshes
+from ._reference import Reference
 
 
 @attrs.frozen
 class Task:
     """A function by where it is defined: a test module that pytest imported cannot be unpickled by name."""
 
-    path: str
-    module: str
-    name: str
+    function: Reference
     arguments: bytes
 
 
@@ -77,24 +70,5 @@ def _outcome(task: Task) -> Outcome:
 
 def call(task: Task) -> Any:
     """Run a task."""
-    function: Any = reduce(getattr, task.name.split("."), _load(task.path, task.module))
+    function = task.function.resolve()
     return function(*pickle.loads(task.arguments))  # noqa: S301 - from the test's own process
-
-
-def _load(path: str, name: str) -> ModuleType:
-    """The module of a file under the name that it has in the test's process, so that pickles agree."""
-    with contextlib.suppress(ImportError):
-        # As part of its package, if it is part of one: the package may import it in turn.
-        module = importlib.import_module(name)
-        if Path(getattr(module, "__file__", None) or "").resolve() == Path(path):
-            return module
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    # Under pytest's importlib mode parents are folders, not packages; pickle imports the first of them all the same.
-    parent = name.partition(".")[0]
-    sys.modules.setdefault(parent, ModuleType(parent))
-    spec.loader.exec_module(module)
-    return module

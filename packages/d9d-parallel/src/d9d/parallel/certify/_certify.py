@@ -8,7 +8,7 @@ import attrs
 import torch
 
 from d9d.mesh import DistContext, MeshConfig
-from d9d.mesh.testing import run_world
+from d9d.mesh.testing import Reference, run_world
 
 from ._certificate import Certificate
 from ._comparison import Comparison
@@ -17,7 +17,6 @@ from ._loop import GradientDescent, default_loop
 from ._oracle import Oracle, compute
 from ._protocols import Batch, Loop, Loss, MakeOptimizer, ModuleIn, Split
 from ._rank import run_layouts
-from ._reference import Reference
 from ._subject import Subject
 
 

@@ -11,10 +11,10 @@ from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_map_only
 
 from d9d.mesh import DistContext, materialize
+from d9d.mesh.testing import Reference
 
 from .._loss import LossSum
 from ._protocols import Optimizer, Step
-from ._reference import Reference
 
 _SEED = 0
 # Names that wrappers put between those of the user.

@@ -50,7 +50,7 @@ class Reference:
         return reduce(getattr, self.name.split("."), self._load())
 
     def _load(self) -> ModuleType:
-        # A script is not run again in the ranks: multiprocessing has loaded it there under another name.
+        # A script is not run again there: multiprocessing has loaded it under another name.
         name = "__mp_main__" if self.module == "__main__" else self.module
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
