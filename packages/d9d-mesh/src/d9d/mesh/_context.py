@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import cache
 from types import TracebackType
 from typing import Self
 
@@ -23,6 +24,7 @@ from ._objects import broadcast_object
 from ._shared import forget_meshes, shared_mesh
 
 _launches = itertools.count()
+_RENDEZVOUS = ("MASTER_ADDR", "MASTER_PORT", "RANK", "WORLD_SIZE")
 
 
 @attrs.frozen(kw_only=True)
@@ -193,8 +195,8 @@ def _join(device: torch.device, timeouts: Timeouts) -> FailureWatch | None:
     if not _under_launcher():
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeouts.collective)
         return None
-    store, rank, size = next(dist.rendezvous("env://", timeout=timeouts.launch))
-    # The store may outlive a launch, and torch numbers the groups of the next one from 0 again.
+    store, rank, size = _rendezvous(tuple(map(os.environ.get, _RENDEZVOUS)), timeouts.launch)
+    # torch numbers the groups of the next launch from 0 again.
     store = dist.PrefixStore(f"d9d/{next(_launches)}", store)
     dist.init_process_group(
         backend,
@@ -210,6 +212,17 @@ def _join(device: torch.device, timeouts: Timeouts) -> FailureWatch | None:
 def _leave() -> None:
     dist.destroy_process_group()
     forget_meshes()
+
+
+@cache
+def _rendezvous(place: tuple[str | None, ...], timeout: timedelta) -> tuple[dist.Store, int, int]:
+    """The job's store, this rank and the number of ranks; one store for all launches in one place.
+
+    Where no launcher keeps the store, rank 0 does: it would take one down while others look for the next there.
+    """
+    del place
+    found: tuple[dist.Store, int, int] = next(dist.rendezvous("env://", timeout=timeout))
+    return found
 
 
 def _under_launcher() -> bool:
