@@ -10,7 +10,7 @@ import pretrain
 import pytest
 
 from d9d.loop.config import from_command_line, load
-from d9d.mesh.testing import WorldError, run_world
+from d9d.mesh.testing import WorldError, run_job, run_world
 
 
 @pytest.mark.parametrize(
@@ -46,12 +46,10 @@ def test_degrees_that_do_not_fit_the_world_end_the_script(script, tiny):
 
 def test_fewer_experts_than_ranks_to_hold_them_end_every_rank(script, tiny):
     layout = ["--mesh.replicate", "2", "--mesh.expert", "2", "--model.num_experts", "1", "--model.top_k", "1"]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    found = subprocess.run(
-        [*command, script, *tiny, *layout], check=False, stderr=subprocess.PIPE, text=True, timeout=300
-    )
-    assert found.returncode == 1
-    assert "ValueError: 1 experts do not divide over 2 expert-parallel ranks" in found.stderr
+    config = load(pretrain.PretrainConfig, script.with_name("small.toml"), [*tiny, *layout])
+    for ended in run_job(2, pretrain.main, config):
+        assert ended.exit_code == 1
+        assert "ValueError: 1 experts do not divide over 2 expert-parallel ranks" in ended.output
 
 
 def test_a_missing_checkpoint_file_costs_steps_or_is_an_error(script: Path, tiny, tmp_path):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-# One process loads torch once and forks for each import, as torch is nearly all of the time.
+# One process loads torch once and forks for each import, as torch is nearly all of the time. DTensors, which take as
+# long, are loaded before the packages that need them.
 _PROBE = """
 import importlib, json, os, sys, torch
 
@@ -24,7 +25,12 @@ def loaded_by(*names):
         return json.load(stream)
 
 assert not torch.cuda.is_available()
-print(json.dumps({name: loaded_by(*name.split()) for name in sys.argv[1:]}))
+found = {}
+for name in sys.argv[1:]:
+    if name == "torch.distributed.tensor":
+        importlib.import_module(name)  # what follows is to need it
+    found[name] = loaded_by(name)
+print(json.dumps(found))
 """
 _DTENSOR = "torch.distributed.tensor"
 _CLASSES = {"attr", "attrs"}
@@ -43,10 +49,14 @@ _THIRD_PARTIES = {
 }
 
 
+def _names(*, needs_dtensor: bool) -> list[str]:
+    return [f"d9d.{name}" for name, (_, needs) in _THIRD_PARTIES.items() if needs == needs_dtensor]
+
+
 @pytest.fixture(scope="module")
 def loaded() -> dict[str, set[str]]:
     """All modules that an import loads, by the import, without CUDA."""
-    names = ["torch", _DTENSOR, *(f"d9d.{name}" for name in _THIRD_PARTIES)]
+    names = ["torch", *_names(needs_dtensor=False), _DTENSOR, *_names(needs_dtensor=True)]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     found = subprocess.run([sys.executable, "-c", _PROBE, *names], env=environment, stdout=subprocess.PIPE, check=True)
     return {name: set(modules) for name, modules in json.loads(found.stdout).items()}
