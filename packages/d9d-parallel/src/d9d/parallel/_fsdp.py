@@ -105,6 +105,7 @@ def sharded_microbatch(module: nn.Module, *, last: bool) -> Generator[None]:
     try:
         yield
     except BaseException:
+        # An interrupt too: what stays gathered would hide a later change of the shards.
         for unit in units:
             unit.reshard()
         raise

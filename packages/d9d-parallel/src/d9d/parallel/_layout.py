@@ -82,6 +82,18 @@ def local_tensor(tensor: Tensor) -> Tensor:
     return tensor.detach()
 
 
+def laid_out_as(parameter: DTensor, local: Tensor) -> DTensor:
+    """This rank's part of a tensor as a DTensor that lies as a parameter does, without communication."""
+    return DTensor.from_local(
+        local,
+        parameter.device_mesh,
+        parameter.placements,
+        run_check=False,
+        shape=parameter.shape,
+        stride=parameter.stride(),
+    )
+
+
 class LocalLeaf:
     """A leaf of autograd in the memory of a laid-out parameter, which modules use in its place.
 

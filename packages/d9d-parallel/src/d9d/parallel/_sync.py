@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
 from ._bucket import Bucket, plan_buckets
-from ._layout import LocalLeaf, local_tensor
+from ._layout import LocalLeaf, laid_out_as, local_tensor
 
 
 class GradientSync:
@@ -170,14 +170,7 @@ class _Gradient:
         if self.local is not None and isinstance(parameter, DTensor):
             assert self.local.tensor is not None
             self.leaf = self.local.tensor
-            self._published = DTensor.from_local(
-                view,
-                parameter.device_mesh,
-                parameter.placements,
-                run_check=False,
-                shape=parameter.shape,
-                stride=parameter.stride(),
-            )
+            self._published = laid_out_as(parameter, view)
         # The gradient may be wider than the parameter, and comes from backward in either dtype.
         parameter.grad_dtype = None
         self.leaf.grad_dtype = None

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils.hooks import RemovableHandle
 
-from ._layout import local_tensor
+from ._layout import laid_out_as, local_tensor
 
 
 class WideSums:
@@ -72,14 +72,7 @@ class WideSums:
             return
         # Any: fully_shard itself sets a narrow one first, in every step. Before the first one it would take this over.
         parameter.grad_dtype = None
-        parameter.grad = DTensor.from_local(
-            part.to(_wide(parameter.dtype)),
-            parameter.device_mesh,
-            parameter.placements,
-            run_check=False,
-            shape=parameter.shape,
-            stride=parameter.stride(),
-        )
+        parameter.grad = laid_out_as(parameter, part.to(_wide(parameter.dtype)))
 
 
 def is_narrow(dtype: torch.dtype) -> bool:
