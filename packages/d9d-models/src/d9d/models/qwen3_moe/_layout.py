@@ -23,7 +23,8 @@ def parallelize_qwen3_moe(
 ) -> None:
     """Split the experts over ``ep``, and hold everything else on every data rank or shard it.
 
-    With ``mesh.shard`` every layer is one unit of `fully_shard`, and what is outside of the layers another.
+    With ``mesh.shard`` every layer is one unit of `fully_shard`, and so are the final norm with the head and what is
+    left; a tied head stays with the embedding.
 
     Args:
         model: Changed in place; may be on ``meta``.
@@ -47,7 +48,11 @@ def parallelize_qwen3_moe(
     if not is_sharded:
         parallelize_replicate(model, dense)
         return
-    units: Sequence[nn.Module] = [*model.decoder_layers(), model]
+    # The head's gradient is ready first, the embedding's last: in one unit the sum of both would wait for the latter.
+    units: list[nn.Module | Sequence[nn.Module]] = [*model.decoder_layers()]
+    if not model.config.tie_embeddings:
+        units.append([model.norm, model.head])
+    units.append(model)
     for unit in units:
         if config.replicate == 1:
             parallelize_fsdp(unit, dense["dp_cp_shard"], policy=policy)
