@@ -84,7 +84,7 @@ def run_layouts(meshes) -> list:
             lay_out(stage, context, ShardPolicy(compute_dtype=None, reduce_dtype=None, gathered_for="step"))
             materialize(stage, device=context.device, seed=0)
             sync = GradientSync([[p for p in stage.parameters() if not is_fully_sharded(p)]], grad_dtype=torch.float64)
-            runtime = LaidOutStage(stage, sync, 0)
+            runtime = LaidOutStage(stage, sync, 0, splits_backward=split)
             dp = context.mesh("batch")["dp"]
             mine = inputs().chunk(dp.size())[dp.get_local_rank()]
             for _ in range(2):  # the second step must not see the first
@@ -123,7 +123,7 @@ def refused() -> str:
         stage = nn.Linear(2, 2)
         parallelize_fsdp(stage, context.mesh("dense")["dp_cp_shard"])
         with pytest.raises(ValueError, match="gathered_for") as raised:
-            LaidOutStage(stage, GradientSync([[]]), 0)
+            LaidOutStage(stage, GradientSync([[]]), 0, splits_backward=True)
         return str(raised.value)
 
 
@@ -136,7 +136,7 @@ def tiny_gradients() -> Tensor:
         stage = nn.Linear(1, 4, bias=False, dtype=torch.bfloat16)
         torch.nn.init.ones_(stage.weight)
         parallelize_fsdp(stage, context.mesh("dense")["dp_cp_shard"], policy=ShardPolicy(gathered_for="step"))
-        runtime = LaidOutStage(stage, GradientSync([[]]), 0)
+        runtime = LaidOutStage(stage, GradientSync([[]]), 0, splits_backward=True)
         runtime.unshard()
         for index in range(512):
             with runtime.weight_gradients(last=index == 511):

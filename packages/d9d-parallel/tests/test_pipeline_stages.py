@@ -96,8 +96,8 @@ def _train_ties() -> tuple[dict, float, int]:
             for n, p in m.named_parameters()
             if p.ndim == 2
         }
-        norm = global_norm(itertools.chain(*parameters), pp_group=mesh.get_group("pp"), tied=tied.copies)
-        return {"starts": starts, "gradients": gradients}, norm.item(), len(tied.copies)
+        norm = global_norm(itertools.chain(*parameters), pp_group=mesh.get_group("pp"), tied=tied.stand_ins)
+        return {"starts": starts, "gradients": gradients}, norm.item(), len(tied.stand_ins)
 
 
 def test_copies_start_equal_and_get_the_sum_of_their_gradients():

@@ -1,4 +1,4 @@
-"""Sums over the ranks that hold different data."""
+"""Sums over the ranks that hold different data, or other parts of the model."""
 
 import torch
 import torch.distributed as dist
@@ -9,7 +9,9 @@ from d9d.parallel import LossSum
 
 
 def sum_over_batch(tensor: Tensor, ctx: DistContext) -> Tensor:
-    """The sum over the dims dp and cp of the mesh "batch", never over tp, whose ranks hold the same data.
+    """The sum over the dims pp, dp and cp of the mesh "batch", never over tp, whose ranks hold the same data.
+
+    What belongs to the model's output is on the ranks of the last stage, and zero on the others of a pipeline.
 
     Args:
         tensor: Left as it is.
@@ -17,7 +19,7 @@ def sum_over_batch(tensor: Tensor, ctx: DistContext) -> Tensor:
     """
     mesh = ctx.mesh("batch")
     total = tensor.to(ctx.device, copy=True)
-    for dim in ("dp", "cp"):
+    for dim in ("pp", "dp", "cp"):
         group = mesh.get_group(dim)
         if dist.get_world_size(group) > 1:
             dist.all_reduce(total, group=group)

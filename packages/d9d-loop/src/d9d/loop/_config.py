@@ -7,6 +7,8 @@ import attrs
 from attrs.validators import ge, gt, optional
 
 from d9d.parallel import NonFinite
+from d9d.parallel.pipeline import OneFOneB
+from d9d.parallel.pipeline import Schedule as PipelineSchedule
 
 from .optim import AdamWConfig, CosineSchedule, OptimizerConfig, Schedule
 from .track import JsonLinesConfig, ProgressConfig, TrackerConfig
@@ -28,6 +30,10 @@ class TrainerConfig:
     microbatch: int | None = attrs.field(default=None, validator=optional(ge(1)))
     """Samples of one forward pass on one rank; changes memory and speed, not the result. None: all that the rank has in
     a step."""
+
+    pipeline: PipelineSchedule = attrs.field(factory=OneFOneB)
+    """Which rank of mesh.pipeline holds which stages, and in which order it runs microbatches through them; changes
+    memory and speed, not the result. With one rank every microbatch runs forward and backward before the next."""
 
     seed: int = 0
     """Picks the initial weights, the order of samples and the dropout masks."""

@@ -3,19 +3,22 @@
 from typing import Any
 
 import torch
-from torch import nn
 
 from d9d.mesh import DistContext
 from d9d.parallel import LossSum
+from d9d.parallel.pipeline import Executor
 
 from ._batch_sum import sum_losses
 from ._protocols import Task
 from .data import Collate, SizedDataset, to_device
 
+_IN_FLIGHT = 2
+"""Microbatches for each rank of the pipeline."""
+
 
 @torch.no_grad()
 def evaluate(
-    module: nn.Module,
+    executor: Executor[Any, Any, Any],
     task: Task,
     dataset: SizedDataset[Any],
     *,
@@ -27,11 +30,11 @@ def evaluate(
 
     The data ranks share the samples in blocks of a microbatch. All of them run the same number of forward passes,
     since the model may hold collectives: a rank that has no samples left repeats a block and does not count it.
-    The module is in evaluation mode meanwhile. `task.loss` feeds the metrics of `task`: give a task of its own where
+    The stages are in evaluation mode meanwhile. `task.loss` feeds the metrics of `task`: give a task of its own where
     that matters.
 
     Args:
-        module: On the device, parallelized or not.
+        executor: Of the model: `Trainer.executor`, or one made for this.
         task: Gives inputs and loss.
         dataset: The same on every rank.
         collate: Makes a batch of a list of samples.
@@ -48,18 +51,23 @@ def evaluate(
     mesh = ctx.mesh("batch")["dp"]
     rank, ranks = mesh.get_local_rank(), mesh.size()
     blocks = [range(len(dataset))[start : start + microbatch] for start in range(0, len(dataset), microbatch)]
-    was_training = module.training
-    module.eval()
+    turns = [range(first, first + ranks) for first in range(0, len(blocks), ranks)]
+    losses = [LossSum(sum=torch.zeros((), device=ctx.device), weight=torch.zeros((), device=ctx.device))]
+    stages = executor.stages.values()
+    modes = [stage.training for stage in stages]
+    for stage in stages:
+        stage.eval()
     try:
-        losses = []
-        for first in range(0, len(blocks), ranks):
-            counts = first + rank < len(blocks)
-            block = blocks[first + rank] if counts else blocks[-1]
-            inputs, shared = task.inputs(to_device(collate([dataset[index] for index in block]), ctx.device))
-            loss = task.loss(module(inputs, shared), shared)
-            losses.append(
-                loss if counts else LossSum(sum=torch.zeros_like(loss.sum), weight=torch.zeros_like(loss.weight))
-            )
+        # As many at a time as it takes to have every stage at work.
+        for first in range(0, len(turns), _IN_FLIGHT * executor.ranks):
+            mine = [turn[rank] for turn in turns[first : first + _IN_FLIGHT * executor.ranks]]
+            batches = [[dataset[index] for index in blocks[min(block, len(blocks) - 1)]] for block in mine]
+            inputs, shared = zip(*(task.inputs(to_device(collate(batch), ctx.device)) for batch in batches))
+            for block, out, known in zip(mine, executor.infer(inputs, shared), shared):
+                loss = task.loss(out, known)
+                if block < len(blocks):
+                    losses.append(loss)
     finally:
-        module.train(was_training)
+        for stage, mode in zip(stages, modes):
+            stage.train(mode)
     return sum_losses(losses, ctx)

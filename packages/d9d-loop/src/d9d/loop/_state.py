@@ -1,9 +1,10 @@
 """What a checkpoint of a run holds, and how a run goes on from one."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
 import attrs
+import torch
 from torch import Tensor, nn
 
 from d9d.ckpt import JSON, JobCheckpoint, JobCheckpoints
@@ -19,8 +20,11 @@ V = TypeVar("V")
 class RunState:
     """The parts of a run that change, to save together and to restore in place."""
 
-    module: nn.Module
-    """Parameters and persistent buffers."""
+    modules: Sequence[nn.Module]
+    """Parameters and persistent buffers: this rank's stages."""
+
+    copies: Mapping[str, str]
+    """Names of tied parameters of this rank that stand for one of another stage, and that one's name."""
 
     optimizer: NamedStateOptimizer
     """All of its state."""
@@ -77,7 +81,12 @@ class RunState:
                 f"the checkpoint of step {checkpoint.step!r} belongs to another run: {changes}; "
                 "restore the old values, or start in another directory"
             )
-        checkpoint.load(self._tensors())
+        tensors = self._tensors()
+        checkpoint.load(tensors)
+        for name, tensor in self._named_tensors():
+            if tensor is not tensors[name]:
+                with torch.no_grad():
+                    tensor.copy_(tensors[name])
         per_rank = checkpoint.per_rank()
         if per_rank is not None:
             self.random.load_state_dict(_without_prefix("random", per_rank))
@@ -90,18 +99,28 @@ class RunState:
         return {name: count for name, count in counters.items() if isinstance(count, int)}
 
     def _tensors(self) -> dict[str, Tensor]:
-        model: dict[str, Tensor] = {}
+        """The tensors of this rank; where it holds several copies of one, the first."""
+        tensors: dict[str, Tensor] = {}
+        for name, tensor in self._named_tensors():
+            tensors.setdefault(name, tensor)
+        return tensors
+
+    def _named_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """All tensors of this rank by the name that they have in the whole model."""
         seen: set[int] = set()
-        for name, value in self.module.state_dict(keep_vars=True).items():
-            if not isinstance(value, Tensor):
-                raise TypeError(
-                    f"the module's state {name!r} is a {type(value).__name__}; checkpoints of a run hold tensors: "
-                    "make it a buffer"
-                )
-            if id(value) not in seen:  # tied parameters are one
-                seen.add(id(value))
-                model[f"model.{name}"] = value
-        return model | {f"optimizer.{name}": tensor for name, tensor in self.optimizer.named_state().items()}
+        for module in self.modules:
+            for name, value in module.state_dict(keep_vars=True).items():
+                if not isinstance(value, Tensor):
+                    raise TypeError(
+                        f"the module's state {name!r} is a {type(value).__name__}; checkpoints of a run hold tensors: "
+                        "make it a buffer"
+                    )
+                if id(value) not in seen:  # parameters that are tied within a stage are one
+                    seen.add(id(value))
+                    yield f"model.{self.copies.get(name, name)}", value
+        for name, value in self.optimizer.named_state().items():
+            parameter, dot, entry = name.rpartition(".")
+            yield f"optimizer.{self.copies.get(parameter, parameter)}{dot}{entry}", value
 
     def _metric_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}

@@ -12,7 +12,8 @@ from torch import nn
 
 from d9d.ckpt import JobCheckpoints
 from d9d.mesh import DistContext, RandomState, materialize, seed_rank
-from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_, sharded_microbatch
+from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_
+from d9d.parallel.pipeline import Executor, LaidOutStage, Program, TiedParameters
 
 from ._batch_sum import sum_losses
 from ._config import TrainerConfig
@@ -27,8 +28,8 @@ from .track import Speedometer, peak_flops
 class Trainer:
     """Trains one model on one data set, and goes on where an earlier process was killed.
 
-    Building it checks what can be checked before the first step, builds the model on meta, parallelizes and
-    initializes it, and restores the last complete checkpoint in the directory of the run.
+    Building it checks what can be checked before the first step, builds this rank's stages on meta, parallelizes and
+    initializes them, and restores the last complete checkpoint in the directory of the run.
 
     Args:
         config: The run.
@@ -57,16 +58,26 @@ class Trainer:
     ) -> None:
         self.config, self.ctx, self.task = config, ctx, task
         self.batches = _batches(config, ctx, dataset, collate)
-        self.module = _build(config, ctx, provider)
-        self.parameters = {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+        program = config.pipeline.program(ranks=ctx.mesh("dense")["pp"].size(), microbatches=self.batches.accumulation)
+        pp_group = ctx.mesh("dense").get_group("pp")
+        self.stages = _build_stages(config, ctx, provider, program)
+        """This rank's part of the model, by stage; names in it are those of the whole."""
+        self.tied = TiedParameters(self.stages, pp_group)
+        self.parameters = {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
         grad_dtype = torch.promote_types(getattr(torch, config.dtype), torch.float32)
-        synced = [parameter for parameter in self.parameters.values() if not is_fully_sharded(parameter)]
-        self.sync = GradientSync([synced], grad_dtype=grad_dtype)
-        self.optimizer = config.optimizer.build(self.module.named_parameters())
+        synced = [[p for p in stage.parameters() if not is_fully_sharded(p)] for stage in self.stages.values()]
+        self.sync = GradientSync(synced, grad_dtype=grad_dtype)
+        runtimes = {
+            number: LaidOutStage(stage, self.sync, index, splits_backward=program.splits_backward)
+            for index, (number, stage) in enumerate(self.stages.items())
+        }
+        self.executor: Executor[Any, Any, Any] = Executor(self.stages, config.pipeline, pp_group, runtimes=runtimes)
+        self.optimizer = config.optimizer.build(self.parameters.items())
         self.metrics = _metrics(task)
         self.flops_per_token = None if config.sequence is None else provider.flops_per_token(config.sequence)
         self.state = RunState(
-            module=self.module,
+            modules=list(self.stages.values()),
+            copies=self.tied.copies,
             optimizer=self.optimizer,
             metrics=self.metrics,
             random=RandomState(ctx.device),
@@ -103,22 +114,19 @@ class Trainer:
         Raises:
             FloatingPointError: Gradients are not finite, and the config says to raise; the step has not been made.
         """
-        microbatches = list(self.batches.step(self.step))
-        losses = []
-        self.module.zero_grad()
-        for index, batch in enumerate(microbatches):
-            last = index == len(microbatches) - 1
-            with self.sync.microbatch(0, last=last), sharded_microbatch(self.module, last=last):
-                inputs, shared = self.task.inputs(to_device(batch, self.ctx.device))
-                loss = self.task.loss(self.module(inputs, shared), shared)
-                torch.autograd.backward(loss.sum)
-            losses.append(loss.detach())
+        batches = (to_device(batch, self.ctx.device) for batch in self.batches.step(self.step))
+        inputs, shared = zip(*map(self.task.inputs, batches))
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        loss = self.executor.step(inputs, shared, self.task.loss)
         self.sync.finish()
-        total = sum_losses(losses, self.ctx)
+        self.tied.sum_gradients()
+        total = sum_losses([loss], self.ctx)
 
-        norm = global_norm(self.parameters.values())
+        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        norm = global_norm(trained.values(), pp_group=self.ctx.mesh("dense").get_group("pp"), tied=self.tied.stand_ins)
         is_to_step = scale_and_clip_(
-            self.parameters.items(),
+            trained.items(),
             weight=total.weight,
             norm=norm,
             max_norm=self.config.max_norm,
@@ -165,10 +173,9 @@ class Trainer:
 
 
 def _batches(config: TrainerConfig, ctx: DistContext, dataset: SizedDataset[Any], collate: Collate) -> Batches:
-    """This data rank's batches, after a look at the degrees of the mesh."""
-    for degree, value in {"pipeline": ctx.config.pipeline, "context": ctx.config.context}.items():
-        if value != 1:
-            raise ValueError(f"mesh.{degree}={value!r}: this trainer cannot use it yet; set mesh.{degree} to 1")
+    """This data rank's batches, after a look at the mesh."""
+    if ctx.config.context != 1:
+        raise ValueError(f"mesh.context={ctx.config.context!r}: this trainer cannot use it yet; set mesh.context to 1")
     data = ctx.mesh("batch")["dp"]
     share, left = divmod(config.global_batch, data.size())
     return Batches(
@@ -190,12 +197,17 @@ def _metrics(task: Task) -> Mapping[str, Metric]:
     return metrics
 
 
-def _build(config: TrainerConfig, ctx: DistContext, provider: ModelProvider) -> nn.Module:
-    """The model on this rank's device: laid out while on meta, then initialized independently of the layout."""
-    stage = StageInfo()
-    with torch.device("meta"):
-        module = provider.build(stage)
-    module.to(getattr(torch, config.dtype))
-    provider.parallelize(module, stage, ctx)
-    materialize(module, device=ctx.device, seed=config.seed)
-    return module.train()
+def _build_stages(
+    config: TrainerConfig, ctx: DistContext, provider: ModelProvider, program: Program
+) -> dict[int, nn.Module]:
+    """This rank's stages on its device: laid out while on meta, then initialized independently of the layout."""
+    stages: dict[int, nn.Module] = {}
+    for number in program.stages_of(ctx.mesh("dense").get_local_rank("pp")):
+        stage = StageInfo(number, program.stages)
+        with torch.device("meta"):
+            module = provider.build(stage)
+        module.to(getattr(torch, config.dtype))
+        provider.parallelize(module, stage, ctx)
+        materialize(module, device=ctx.device, seed=config.seed)
+        stages[number] = module.train()
+    return stages

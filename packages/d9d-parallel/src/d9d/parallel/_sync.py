@@ -91,7 +91,7 @@ class GradientSync:
         try:
             yield
         except BaseException:
-            self._forget()
+            self.abandon()
             raise
         current.end_microbatch()
 
@@ -110,6 +110,14 @@ class GradientSync:
             gradient.publish()
         self._in_step = False
 
+    def abandon(self) -> None:
+        """Forget a step that failed between two microbatches: the next one begins anew."""
+        self._in_step = False
+        for stage in self._stages:
+            stage.collects = False
+        for gradient in self._gradients:
+            gradient.parameter.grad = None
+
     def _wait(self) -> None:
         for stage in self._stages:
             for bucket in stage.buckets:
@@ -125,14 +133,6 @@ class GradientSync:
             stage.begin_step()
         for gradient in self._gradients:
             gradient.begin_step()
-
-    def _forget(self) -> None:
-        """Leave a failed step: the next one begins anew."""
-        self._in_step = False
-        for stage in self._stages:
-            stage.collects = False
-        for gradient in self._gradients:
-            gradient.parameter.grad = None
 
 
 def _check(stages: Sequence[Sequence[nn.Parameter]]) -> None:

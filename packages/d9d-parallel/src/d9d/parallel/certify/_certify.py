@@ -17,6 +17,7 @@ from ._loop import GradientDescent, default_loop
 from ._oracle import Oracle, compute
 from ._protocols import Batch, Loop, Loss, MakeOptimizer, ModuleIn, Split
 from ._rank import run_layouts
+from ._staged import Staged
 from ._subject import Subject
 
 
@@ -34,6 +35,7 @@ def certify(
     max_norms: Sequence[float | None] = (None, 1e-2),
     loop: Loop = default_loop,
     optimizer: MakeOptimizer = GradientDescent,
+    staged: Staged[Batch] | None = None,
     timeout: float = 600.0,
 ) -> Certificate:
     """Prove that a layout trains as one process does, or show where it does not.
@@ -64,6 +66,8 @@ def certify(
         max_norms: One step for each, its gradient clipped to this norm. The second step sees what the first one left.
         loop: Gradient sums, norm, clipping and step; by default those of this package. See `Loop`.
         optimizer: Makes the optimizer of both sides.
+        staged: The model in stages, for meshes with ``pipeline``; ``parallelize`` then gets each stage. ``loop`` is for
+            the others. Without it such meshes are reported as refused.
         timeout: Seconds for all meshes of one number of ranks.
 
     Raises:
@@ -75,12 +79,15 @@ def certify(
     given = {
         "model": model, "parallelize": parallelize, "loss": loss, "split": split, "loop": loop, "optimizer": optimizer,
     }  # fmt: skip
+    if staged:
+        given |= {"stage": staged.stage, "stage inputs": staged.inputs, "stage loss": staged.loss}
     subject = Subject(
         functions={role: Reference.to(function, role=role) for role, function in given.items()},
         batch=pickle.dumps(batch),
         dtype=dtype,
         microbatches=tuple(microbatches),
         max_norms=tuple(max_norms),
+        schedules=tuple(staged.schedules) if staged else (),
         rtol=rtol,
     )
     results, to_run = _by_world_size(meshes)

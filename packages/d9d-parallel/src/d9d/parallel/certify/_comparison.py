@@ -44,6 +44,9 @@ class Comparison:
     microbatches: int
     """In how many parts each data rank took its share."""
 
+    schedule: str = ""
+    """Of the pipeline, where there is one."""
+
     step: int
     """After which step; 0 is before the first."""
 

@@ -64,8 +64,8 @@ class LayoutResult:
         failed = [c for c in self.comparisons if not c.passed]
         if not failed:
             return []
-        step, microbatches = min((c.step, c.microbatches) for c in failed)
-        then = [c for c in self.comparisons if (c.step, c.microbatches) == (step, microbatches)]
+        first = min(map(_when, failed))
+        then = [c for c in self.comparisons if _when(c) == first]
         return [
             _failure([c for c in then if c.quantity is quantity])
             for quantity in sorted({c.quantity for c in then if not c.passed}, key=ORDER.__getitem__)
@@ -75,6 +75,10 @@ class LayoutResult:
 def world_size(mesh: MeshConfig) -> int:
     """How many ranks a mesh takes."""
     return mesh.pipeline * mesh.replicate * mesh.shard * mesh.context * mesh.tensor
+
+
+def _when(comparison: Comparison) -> tuple[int, int, str]:
+    return comparison.step, comparison.microbatches, comparison.schedule
 
 
 def _failure(comparisons: Sequence[Comparison]) -> Failure:

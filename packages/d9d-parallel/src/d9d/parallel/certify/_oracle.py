@@ -58,7 +58,7 @@ def compute(subject: Subject, counts: Sequence[int]) -> Oracle:
             count: torch.stack([_loss_and_weight(loaded, module, loaded.part(i, count)) for i in range(count)])
             for count in counts
         }
-    optimizer = loaded.optimizer(module)
+    optimizer = loaded.optimizer(module.parameters())
     steps = [_step(loaded, module, optimizer, max_norm) for max_norm in subject.max_norms]
     return Oracle(initial=initial, ties=ties(parameters), total=total, shares=shares, steps=steps)
 

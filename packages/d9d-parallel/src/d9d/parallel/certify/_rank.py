@@ -1,8 +1,8 @@
 """What one rank of a layout finds."""
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -12,8 +12,10 @@ from torch import Tensor, nn
 from d9d.mesh import DistContext, MeshConfig, all_gather_objects
 
 from .._loss import LossSum
+from ..pipeline import Schedule
 from ._comparison import ALL_SHARES, Comparison, Quantity, ratio_and_error
 from ._oracle import Oracle, OracleStep
+from ._prepare import Run, prepare
 from ._protocols import StepResult
 from ._subject import LoadedSubject, Subject, named_parameters, whole
 
@@ -34,33 +36,25 @@ def run_layouts(subject: Subject, oracle: Oracle, meshes: Sequence[MeshConfig]) 
 
 def _run_layout(subject: LoadedSubject, oracle: Oracle, mesh: MeshConfig) -> str | list[Comparison]:
     found: list[Comparison] = []
+    schedules: Sequence[Schedule | None] = subject.subject.schedules if mesh.pipeline > 1 else [None]
+    if not schedules:
+        return "the mesh has a pipeline, and certify was not given the model in stages: give staged="
     with DistContext.launch(mesh, "cpu") as context:
-        for microbatches in subject.subject.microbatches:
+        for microbatches, schedule in itertools.product(subject.subject.microbatches, schedules):
             try:
-                module = subject.build()
-                if refusal := _parallelize(subject, module, context):
-                    return refusal
-                subject.initialize(module)
-                compare = _Comparer(context=context, subject=subject.subject, microbatches=microbatches)
-                found += _run(subject, module, oracle, context, compare)
+                if isinstance(run := prepare(subject, context, schedule, microbatches), str):
+                    return run
+                compare = _Comparer(
+                    context=context,
+                    subject=subject.subject,
+                    microbatches=microbatches,
+                    schedule=schedule.kind if schedule else "",
+                )
+                found += _run(subject, run, oracle, context, compare)
             except Exception as error:
-                error.add_note(f"while certifying {mesh} with {microbatches} microbatches a data rank")
+                error.add_note(f"while certifying {mesh} with {microbatches} microbatches a data rank, {schedule}")
                 raise
     return found
-
-
-def _parallelize(subject: LoadedSubject, module: nn.Module, context: DistContext) -> str:
-    """Lay the module out; why that was refused, if it was."""
-    refusal = ""
-    try:
-        subject.parallelize(module, context)
-    except (ValueError, NotImplementedError) as error:
-        refusal = str(error) or repr(error)
-    refusals = all_gather_objects(refusal)
-    if any(refusals) and not all(refusals):
-        ranks = [rank for rank, reason in enumerate(refusals) if reason]
-        raise RuntimeError(f"parallelize refused on ranks {ranks} and not on the others: {max(refusals)}")
-    return refusal
 
 
 @attrs.frozen(kw_only=True)
@@ -70,6 +64,7 @@ class _Comparer:
     context: DistContext
     subject: Subject
     microbatches: int
+    schedule: str
 
     def tensors(
         self, quantity: Quantity, step: int, found: Mapping[str, Tensor], expected: Mapping[str, Tensor]
@@ -96,6 +91,7 @@ class _Comparer:
             name=name,
             rank=self.context.rank,
             microbatches=self.microbatches,
+            schedule=self.schedule,
             step=step,
             ratio=ratio,
             error=error,
@@ -104,9 +100,9 @@ class _Comparer:
 
 
 def _run(
-    subject: LoadedSubject, module: nn.Module, oracle: Oracle, context: DistContext, compare: _Comparer
+    subject: LoadedSubject, run: Run, oracle: Oracle, context: DistContext, compare: _Comparer
 ) -> Iterator[Comparison]:
-    before = list(_compare_start(compare, named_parameters(module), oracle))
+    before = list(_compare_start(compare, run, oracle))
     yield from before
     if any(all_gather_objects(any(not c.passed for c in before))):
         # All that follows would be wrong, or raise.
@@ -116,30 +112,35 @@ def _run(
     rank, ranks = data.get_local_rank("dp"), data["dp"].size()
     count = ranks * compare.microbatches
     first, end = rank * compare.microbatches, (rank + 1) * compare.microbatches
-    seen: list[LossSum] = []
-    step = subject.loop(module, _recorded(subject.loss, seen), context)
     for number, (max_norm, expected) in enumerate(zip(subject.subject.max_norms, oracle.steps), start=1):
-        result = step([subject.part(part, count) for part in range(first, end)], max_norm=max_norm)
+        result = run.step([subject.part(part, count) for part in range(first, end)], max_norm=max_norm)
         if number == 1:
             shares = oracle.shares[count]
             yield compare.one(Quantity.SHARE, 1, shares.sum(0), oracle.total, name=ALL_SHARES)
             share = shares[first:end].sum(0)
-            yield compare.one(Quantity.SHARE, 1, _sum(seen, context), share, name=f"data rank {rank}")
-        yield from _compare_step(compare, number, module, result, expected)
+            yield compare.one(Quantity.SHARE, 1, _sum(run.losses, context), share, name=f"data rank {rank}")
+        yield from _compare_step(compare, number, run.named_parameters(), result, expected)
 
 
-def _compare_start(compare: _Comparer, parameters: Mapping[str, nn.Parameter], oracle: Oracle) -> Iterator[Comparison]:
+def _compare_start(compare: _Comparer, run: Run, oracle: Oracle) -> Iterator[Comparison]:
+    parameters = run.named_parameters()
     _check_shapes(parameters, oracle)
     yield from compare.tensors(Quantity.INITIAL, 0, _whole(parameters), oracle.initial)
-    for names in oracle.ties:
-        is_tied = len({id(parameters[name]) for name in names}) == 1
-        yield compare.verdict(Quantity.TIE, 0, " = ".join(names), 1.0, 0.0 if is_tied else math.inf, limit=0.0)
+    for names, stage in itertools.product(oracle.ties, run.stages):
+        held = named_parameters(stage)
+        # Stages of a pipeline have a copy each.
+        if here := [name for name in names if name in held]:
+            is_tied = len({id(held[name]) for name in here}) == 1
+            yield compare.verdict(Quantity.TIE, 0, " = ".join(names), 1.0, 0.0 if is_tied else math.inf, limit=0.0)
 
 
 def _compare_step(
-    compare: _Comparer, number: int, module: nn.Module, result: StepResult, expected: OracleStep
+    compare: _Comparer,
+    number: int,
+    parameters: Mapping[str, nn.Parameter],
+    result: StepResult,
+    expected: OracleStep,
 ) -> Iterator[Comparison]:
-    parameters = named_parameters(module)
     gradients = {
         name: torch.zeros(parameter.shape, dtype=parameter.dtype) if parameter.grad is None else whole(parameter.grad)
         for name, parameter in parameters.items()
@@ -155,20 +156,21 @@ def _compare_step(
 
 
 def _replicas(compare: _Comparer, number: int, parameters: Mapping[str, Tensor]) -> Iterator[Comparison]:
-    """Whether this rank sees the bits that the first rank sees; else they would drift apart."""
-    flat = torch.cat([tensor.flatten() for tensor in parameters.values()])
-    dist.broadcast(flat, src=0)
-    firsts = flat.split([tensor.numel() for tensor in parameters.values()])
-    for (name, tensor), first in zip(parameters.items(), firsts):
-        ratio, error = ratio_and_error(tensor.flatten(), first)
+    """Whether this rank sees the bits that the first one with the parameter sees; else they would drift apart."""
+    firsts: dict[str, Tensor] = {}
+    for of_rank in all_gather_objects(dict(parameters)):
+        firsts = {**of_rank, **firsts}
+    for name, tensor in parameters.items():
+        ratio, error = ratio_and_error(tensor, firsts[name])
         yield compare.verdict(Quantity.REPLICA, number, name, ratio, error, limit=0.0)
 
 
 def _check_shapes(parameters: Mapping[str, nn.Parameter], oracle: Oracle) -> None:
-    if parameters.keys() != oracle.initial.keys():
+    everywhere = {name for of_rank in all_gather_objects(list(parameters)) for name in of_rank}
+    if everywhere != oracle.initial.keys():
         raise RuntimeError(
-            f"the layout has parameters {sorted(parameters.keys() - oracle.initial.keys())} that one process lacks, "
-            f"and lacks {sorted(oracle.initial.keys() - parameters.keys())}"
+            f"the layout has parameters {sorted(everywhere - oracle.initial.keys())} that one process lacks, "
+            f"and lacks {sorted(oracle.initial.keys() - everywhere)}"
         )
     for name, parameter in parameters.items():
         if parameter.shape != (shape := oracle.initial[name].shape):
@@ -178,21 +180,13 @@ def _check_shapes(parameters: Mapping[str, nn.Parameter], oracle: Oracle) -> Non
             )
 
 
-def _recorded(loss: Callable[[nn.Module, Any], LossSum], seen: list[LossSum]) -> Callable[[nn.Module, Any], LossSum]:
-    def recorded(module: nn.Module, batch: Any) -> LossSum:
-        found = loss(module, batch)
-        seen.append(found.detach())
-        return found
-
-    return recorded
-
-
 def _sum(losses: Sequence[LossSum], context: DistContext) -> Tensor:
     """Loss and weight of this data rank."""
     total = torch.zeros(2, dtype=torch.float64)
     for loss in losses:
         total += torch.stack([whole(loss.sum).double(), whole(loss.weight).double()])
-    dist.all_reduce(total, group=context.mesh("batch").get_group("cp"))
+    for dim in ("pp", "cp"):
+        dist.all_reduce(total, group=context.mesh("batch").get_group(dim))
     return total
 
 

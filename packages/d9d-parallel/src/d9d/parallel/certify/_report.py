@@ -50,7 +50,8 @@ def describe_failures(layout: LayoutResult) -> str:
     worst = failures[0].worst
     when = f"in step {worst.step}" if worst.step else "before the first step"
     parts = "1 microbatch" if worst.microbatches == 1 else f"{worst.microbatches} microbatches"
-    lines = [f"{describe_mesh(layout.mesh)} failed {when}, with {parts} a data rank:"]
+    order = f" in the order of {worst.schedule}" if worst.schedule else ""
+    lines = [f"{describe_mesh(layout.mesh)} failed {when}, with {parts} a data rank{order}:"]
     rows = [
         (
             failure.worst.quantity.value,

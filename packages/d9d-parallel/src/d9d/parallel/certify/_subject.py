@@ -1,7 +1,7 @@
 """What is certified, in the form in which it travels to other processes."""
 
 import pickle
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import attrs
@@ -14,6 +14,8 @@ from d9d.mesh import DistContext, materialize
 from d9d.mesh.testing import Reference
 
 from .._loss import LossSum
+from .._stage import StageInfo
+from ..pipeline import Schedule
 from ._protocols import Optimizer, Step
 
 _SEED = 0
@@ -39,6 +41,9 @@ class Subject:
 
     max_norms: Sequence[float | None]
     """To which the gradient is clipped, one step for each."""
+
+    schedules: Sequence[Schedule]
+    """Of pipelines, one run for each; none where the model was not given in stages."""
 
     rtol: float
     """Largest relative error."""
@@ -67,6 +72,11 @@ class LoadedSubject:
         module: nn.Module = self.functions["model"]()
         return module.to(self.subject.dtype)
 
+    def build_stage(self, stage: StageInfo) -> nn.Module:
+        """A part of the model, as the user's factory of stages builds it."""
+        module: nn.Module = self.functions["stage"](stage)
+        return module.to(self.subject.dtype)
+
     def initialize(self, module: nn.Module) -> None:
         """Give a module its weights if the factory left that to `materialize`."""
         if any(t.is_meta for t in (*module.parameters(), *module.buffers())):
@@ -85,14 +95,14 @@ class LoadedSubject:
         """The index-th of ``count`` parts of the batch."""
         return self.functions["split"](self.batch, index, count)
 
-    def optimizer(self, module: nn.Module) -> Optimizer:
+    def optimizer(self, parameters: Iterable[nn.Parameter]) -> Optimizer:
         """A new optimizer."""
-        found: Optimizer = self.functions["optimizer"](module.parameters())
+        found: Optimizer = self.functions["optimizer"](parameters)
         return found
 
     def loop(self, module: nn.Module, loss: Any, context: DistContext) -> Step[Any]:
         """The user's loop on a module that is laid out."""
-        step: Step[Any] = self.functions["loop"](module, loss, self.optimizer(module), context)
+        step: Step[Any] = self.functions["loop"](module, loss, self.optimizer(module.parameters()), context)
         return step
 
 

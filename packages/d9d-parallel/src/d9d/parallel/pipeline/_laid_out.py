@@ -19,24 +19,31 @@ class LaidOutStage:
     over ranks by `reduce_gradients`. `GradientSync` sums those of all other parameters, bucket by bucket, while the
     last microbatch's backward goes on.
 
+    Units that are not gathered for a step (`ShardPolicy.gathered_for`) go on to gather, free and reduce by themselves,
+    in each pass, which takes whole backwards.
+
     Args:
         module: The stage, laid out and with its memory.
         sync: Holds the parameters that `fully_shard` does not own.
         index: Of this stage in ``sync``.
+        splits_backward: Whether gradients of weights are computed apart from those of inputs.
 
     Raises:
-        ValueError: A unit of `fully_shard` is not gathered for a step (`ShardPolicy.gathered_for`): it would be freed
-            between the two halves of a backward.
+        ValueError: Backward is split, and a unit would be freed between its two parts; or some units are gathered for
+            a step and others are not.
     """
 
-    def __init__(self, module: nn.Module, sync: GradientSync, index: int) -> None:
+    def __init__(self, module: nn.Module, sync: GradientSync, index: int, *, splits_backward: bool) -> None:
         self._module, self._sync, self._index = module, sync, index
         self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
-        if short := [type(unit).__name__ for unit in self._units if not is_gathered_for_step(unit)]:
+        passing = [type(unit).__name__ for unit in self._units if not is_gathered_for_step(unit)]
+        if passing and (splits_backward or len(passing) < len(self._units)):
             raise ValueError(
-                f"{', '.join(sorted(set(short)))} would be freed before its backward is whole: lay out the stages of a "
-                'pipeline with ShardPolicy(gathered_for="step")'
+                f"{', '.join(sorted(set(passing)))} would be freed before its backward is whole, or apart from its "
+                'stage: lay out all of the stage with ShardPolicy(gathered_for="step")'
             )
+        if passing:
+            self._units = []
         self._roots = _outermost(self._units)
         for root in self._roots:
             _finalize_manually(root)
@@ -51,6 +58,8 @@ class LaidOutStage:
 
     def unshard(self) -> None:
         """Gather the stage's shards, beside what computes now."""
+        if not self._units:
+            return
         self._sums.clear()
         for unit in self._units:
             unit.set_reshard_after_backward(False, recurse=False)
@@ -88,6 +97,15 @@ class LaidOutStage:
             unit.set_requires_gradient_sync(True, recurse=False)
         for root in self._roots:
             _finalize_backward(root)
+
+    def abandon(self) -> None:
+        """Forget a step that failed."""
+        self._sync.abandon()
+        self._sums.clear()
+        for parameter in self._module.parameters():
+            if not is_laid_out(parameter):
+                parameter.grad = None
+        self.reshard()
 
     def _collect(self, parameter: Tensor) -> None:
         assert isinstance(parameter, nn.Parameter)

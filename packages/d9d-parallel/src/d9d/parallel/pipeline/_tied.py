@@ -12,6 +12,7 @@ from torch.distributed import ProcessGroup
 from d9d.mesh import all_gather_objects
 
 from .._layout import local_tensor
+from ._groups import groups_of_job
 
 
 @runtime_checkable
@@ -41,41 +42,45 @@ class TiedParameters:
     Args:
         stages: This rank's stages by number; those with a method ``tied_parameters`` are asked. All of them are laid
             out alike and have their memory.
-        group: The ranks of the pipeline, each of which must make one; collective.
+        group: The ranks of the pipeline. Every rank of the job must make one for its pipeline at the same time.
 
     Raises:
         ValueError: Copies differ in shape, dtype or placements, or some are frozen and others not.
     """
 
     def __init__(self, stages: Mapping[int, nn.Module], group: ProcessGroup) -> None:
-        held: dict[str, dict[int, nn.Parameter]] = {}
+        held: dict[str, dict[int, tuple[str, nn.Parameter]]] = {}
         for stage, module in sorted(stages.items()):
             if isinstance(module, SupportsTies):
                 parameters = dict(module.named_parameters())
-                for name, own_name in module.tied_parameters().items():
-                    held.setdefault(name, {})[stage] = parameters[own_name]
-        described = {name: {s: _description(p) for s, p in copies.items()} for name, copies in held.items()}
-        found = all_gather_objects(described, group)
+                for tie, name in module.tied_parameters().items():
+                    held.setdefault(tie, {})[stage] = name, parameters[name]
+        mine = {tie: {stage: (name, _kind(p)) for stage, (name, p) in copies.items()} for tie, copies in held.items()}
+        found = all_gather_objects(mine, group)
         ranks = dist.get_process_group_ranks(group)
-        groups: dict[tuple[int, ...], ProcessGroup] = {}
+        holders: dict[str, dict[int, int]] = {}
+        for rank, of_rank in enumerate(found):
+            for tie, copies in of_rank.items():
+                holders.setdefault(tie, {}).update(dict.fromkeys(copies, rank))
+        members = {tie: tuple(sorted({ranks[rank] for rank in of_tie.values()})) for tie, of_tie in holders.items()}
+        groups = groups_of_job({of_tie for of_tie in members.values() if len(of_tie) > 1})
         self._ties: list[_Tie] = []
-        standing_in: list[nn.Parameter] = []
-        for name in sorted({name for rank in found for name in rank}):
-            holders = {stage: rank for rank, stages_of in enumerate(found) for stage in stages_of.get(name, {})}
-            _check(name, {stage: found[rank][name][stage] for stage, rank in holders.items()})
-            copies = held.get(name, {})
-            standing_in += [parameter for stage, parameter in copies.items() if stage != min(holders)]
-            members = tuple(sorted({ranks[rank] for rank in holders.values()}))
-            if not copies or len(holders) == 1:
-                continue
-            if len(members) > 1 and members not in groups:
-                # Only the holders call, in the order of names.
-                made = dist.new_group(list(members), use_local_synchronization=True)
-                assert isinstance(made, ProcessGroup)
-                groups[members] = made
-            self._ties.append(_Tie(list(copies.values()), groups.get(members), ranks[holders[min(holders)]]))
-        self.copies: frozenset[nn.Parameter] = frozenset(standing_in)
-        """Parameters of this rank for which a lower stage's stands: not to be counted, saved or exported again."""
+        self.copies: dict[str, str] = {}
+        """Names of this rank's parameters for which a lower stage's stands, and the name of that one."""
+        stand_ins: list[nn.Parameter] = []
+        for tie, of_tie in sorted(holders.items()):
+            _check(tie, {stage: found[rank][tie][stage][1] for stage, rank in of_tie.items()})
+            lowest = min(of_tie)
+            original, _ = found[of_tie[lowest]][tie][lowest]
+            for stage, (name, parameter) in held.get(tie, {}).items():
+                if stage != lowest:
+                    self.copies[name] = original
+                    stand_ins.append(parameter)
+            if tie in held and len(of_tie) > 1:
+                local = [parameter for _, parameter in held[tie].values()]
+                self._ties.append(_Tie(local, groups.get(members[tie]), ranks[of_tie[lowest]]))
+        self.stand_ins: frozenset[nn.Parameter] = frozenset(stand_ins)
+        """The parameters that `copies` names: not to be counted in the norm."""
         self._start_equal()
 
     @torch.no_grad()
@@ -103,7 +108,7 @@ class TiedParameters:
                 other.copy_(first)
 
 
-def _description(parameter: nn.Parameter) -> str:
+def _kind(parameter: nn.Parameter) -> str:
     local = local_tensor(parameter)
     kind = "trained" if parameter.requires_grad else "frozen"
     return f"{kind} {parameter.dtype} of shape {tuple(parameter.shape)}, {tuple(local.shape)} of it on a rank"
