@@ -1,0 +1,184 @@
+"""Runs a schedule on the stages of a model."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, Generic, TypeVar
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+
+from .._loss import LossSum
+from ._action import Op
+from ._agreement import agree
+from ._channels import Channels
+from ._derive import derive
+from ._holdings import placement_of
+from ._plan import Plan
+from ._program import Program
+from ._schedule import Schedule
+from ._stage import Stage, StageRuntime
+from ._step import Batch, Step
+from ._transfers import Transfers
+
+In = TypeVar("In")
+Shared = TypeVar("Shared")
+Out = TypeVar("Out")
+
+
+class Executor(Generic[In, Shared, Out]):
+    """One rank of a pipeline.
+
+    Collective, as each of its methods is: every rank of the pipeline makes one with its own stages and the same
+    schedule; on CUDA every pipeline of the job does so at the same time.
+
+    Args:
+        stages: This rank's stages, by their number in the whole model. Each is a `Stage`; a model in one stage may be
+            any module that takes one argument.
+        schedule: Who computes what when, and thereby which rank holds which stage.
+        group: The pipeline's ranks.
+        runtimes: For stages whose parameters are sharded or replicated. Gradients of the others accumulate in ``grad``.
+        max_unsharded: How many stages of a rank may be gathered at a time; ``None`` for all of them.
+        device: Where this rank computes; without it, where the parameters are.
+
+    Raises:
+        ValueError: On every rank, if stages are missing or held twice, or not as many on each rank as the schedule has;
+            or there are several, and one is not a `Stage`.
+    """
+
+    def __init__(
+        self,
+        stages: Mapping[int, nn.Module],
+        schedule: Schedule,
+        group: ProcessGroup,
+        *,
+        runtimes: Mapping[int, StageRuntime] | None = None,
+        max_unsharded: int | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        self._schedule = schedule
+        self._group = group
+        self._runtimes = dict(runtimes or {})
+        self._max_unsharded = max_unsharded
+        self._device = device or _device_of(stages.values())
+        self._stages = {stage: _as_stage(module) for stage, module in stages.items()}
+        self._placement = placement_of(stages, self._runtimes, schedule.stages_per_rank, group)
+        there = {(here, after) for here, after in pairwise(self._placement) if here != after}
+        back = {(after, here) for here, after in there}
+        self._channels = Channels(group, there | back, self._device)
+        self._transfers = Transfers(stages, len(self._placement), group)
+        self._training_plans: dict[int, Plan] = {}
+        self._inference_plans: dict[int, Plan] = {}
+        self.peak_live = 0
+        """The most pairs of stage and microbatch of this rank that were alive at a time in the last step."""
+
+    def step(self, inputs: Sequence[In], shared: Sequence[Shared], loss: Callable[[Out, Shared], LossSum]) -> LossSum:
+        """Forward and backward of some microbatches; gradients add to what is there.
+
+        Args:
+            inputs: Of the model, one tree a microbatch; the same on every rank. Their shapes may differ.
+            shared: What every stage and the loss get besides, one tree a microbatch; the same on every rank.
+            loss: Of one microbatch; called where the last stage is.
+
+        Returns:
+            The sum over the microbatches, detached; zeros on ranks without the last stage. Both numbers are fp64, so
+            that ranks may sum them.
+
+        Raises:
+            ValueError: On every rank, before anything ran: the ranks were given different batches, or none; the
+                schedule does not exist for so many microbatches. Or a stage returned what its ``transfer_spec`` did
+                not say.
+            Exception: What a stage or the loss raised; a note names stage and microbatch. Nothing of the step is kept,
+                but gradients that were added to ``grad``. Other ranks wait: have them end, as `DistContext` does.
+        """
+        batch = self._batch(inputs, shared)
+        plan = _cached(self._training_plans, len(inputs), self._plan_training)
+        zero = torch.zeros((), dtype=torch.float64, device=self._device)
+        total = LossSum(zero, zero.clone())
+
+        def conclude(output: Out, microbatch: int) -> Tensor:
+            found = loss(output, shared[microbatch])
+            if not isinstance(found, LossSum):
+                raise TypeError(f"the loss returned {found!r}: return a LossSum")
+            total.sum.add_(found.sum.detach())
+            total.weight.add_(found.weight)
+            return found.sum
+
+        self._run(plan, batch, conclude)
+        return total
+
+    def infer(self, inputs: Sequence[In], shared: Sequence[Shared]) -> list[Out]:
+        """Forward of some microbatches, without graphs.
+
+        Args:
+            inputs: As for `step`.
+            shared: As for `step`.
+
+        Returns:
+            The model's outputs where the last stage is, one a microbatch; nothing elsewhere.
+
+        Raises:
+            ValueError: As in `step`.
+            Exception: What a stage raised; as in `step`.
+        """
+        batch = self._batch(inputs, shared)
+        plan = _cached(self._inference_plans, len(inputs), self._plan_inference)
+        outputs: dict[int, Out] = {}
+        # A dict's item assignment gives what `conclude` is to give here: nowhere does backward begin.
+        self._run(plan, batch, lambda output, microbatch: outputs.__setitem__(microbatch, output))
+        return [outputs[microbatch] for microbatch in sorted(outputs)]
+
+    def _batch(self, inputs: Sequence[In], shared: Sequence[Shared]) -> Batch:
+        signatures = agree(inputs, shared, self._group)
+        return Batch(inputs=inputs, shared=shared, transfers=self._transfers.of(signatures, inputs, shared))
+
+    def _plan_training(self, microbatches: int) -> Plan:
+        program = self._schedule.program(ranks=dist.get_world_size(self._group), microbatches=microbatches)
+        if not program.is_training:
+            raise ValueError(f"{self._schedule} has no backward: call infer, or take a schedule that trains")
+        return self._plan(program)
+
+    def _plan_inference(self, microbatches: int) -> Plan:
+        """The forwards alone, in the schedule's order: what a sequence allows, each part of it allows."""
+        program = self._schedule.program(ranks=dist.get_world_size(self._group), microbatches=microbatches)
+        forwards = tuple(tuple(action for action in row if action.op is Op.F) for row in program.actions)
+        return self._plan(attrs.evolve(program, actions=forwards))
+
+    def _plan(self, program: Program) -> Plan:
+        if program.rank_of_stage != self._placement:
+            raise ValueError(
+                f"the schedule places the stages on the ranks {list(program.rank_of_stage)}, and they were given to "
+                f"{list(self._placement)}: give each rank the stages that Program.stages_of says"
+            )
+        complete = derive(program, sharded=self._runtimes.keys(), max_unsharded=self._max_unsharded)
+        return Plan(complete, dist.get_rank(self._group))
+
+    def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> None:
+        step = Step(
+            plan,
+            stages=self._stages,
+            runtimes=self._runtimes,
+            channels=self._channels,
+            batch=batch,
+            conclude=conclude,
+        )
+        step.run()
+        self.peak_live = step.peak_live
+
+
+def _cached(plans: dict[int, Plan], microbatches: int, make: Callable[[int], Plan]) -> Plan:
+    if microbatches not in plans:
+        plans[microbatches] = make(microbatches)
+    return plans[microbatches]
+
+
+def _as_stage(module: nn.Module) -> Callable[[Any, Any], Any]:
+    """How to run a module: one that is no `Stage` is a whole model, which knows nothing of ``shared``."""
+    return module if isinstance(module, Stage) else lambda inputs, shared: module(inputs)  # noqa: ARG005
+
+
+def _device_of(modules: Iterable[nn.Module]) -> torch.device:
+    tensors = (tensor for module in modules for tensor in (*module.parameters(), *module.buffers()))
+    return next((tensor.device for tensor in tensors), torch.device("cpu"))

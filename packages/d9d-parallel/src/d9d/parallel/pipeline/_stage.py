@@ -1,0 +1,68 @@
+"""What the executor asks of a stage, and of what lays out its parameters; by structure."""
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any, Protocol, TypeVar, runtime_checkable
+
+from torch import nn
+
+In_contra = TypeVar("In_contra", contravariant=True)
+Shared_contra = TypeVar("Shared_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
+
+
+@runtime_checkable
+class Stage(Protocol[In_contra, Shared_contra, Out_co]):
+    """A module that is one of the consecutive parts of a model.
+
+    Trees are those of `torch.utils._pytree`: tensors, and constants between them, in tuples, lists, dicts and
+    registered dataclasses.
+    """
+
+    def forward(self, inputs: In_contra, shared: Shared_contra, /) -> Out_co:
+        """Compute one microbatch.
+
+        Args:
+            inputs: What the model is given, on stage 0; what the stage before returned, on the others.
+            shared: What the microbatch has for every stage, such as positions, masks and labels.
+
+        Returns:
+            What the next stage gets, or what the model returns. Every floating tensor of it brings a gradient back,
+            one that nothing used zeros; other tensors do not.
+        """
+
+    def transfer_spec(self, inputs: Any, shared: Shared_contra, /) -> Any:
+        """What leaves this stage, as a tree with a `TensorSpec` or a tensor on meta for each tensor.
+
+        The next rank has to know it before anything arrives, so it follows from what every rank has.
+
+        Args:
+            inputs: What the *model* is given, on every stage; shapes and dtypes count, not values.
+            shared: As in ``forward``.
+        """
+
+    def tied_parameters(self) -> Mapping[str, nn.Parameter]:
+        """Parameters that other stages hold too, by a name that all of them use; may be empty."""
+
+
+class StageRuntime(Protocol):
+    """Whatever holds a stage's parameters sharded, and sums its gradients: `GradientSync`, ``fully_shard``."""
+
+    def unshard(self) -> None:
+        """Gather the parameters, before their first use in a step."""
+
+    def reshard(self) -> None:
+        """Free what was gathered, after its last use."""
+
+    def weight_gradients(self, *, last: bool) -> AbstractContextManager[None]:
+        """Collect the gradients of one microbatch; entered around each backward that makes weight gradients.
+
+        Args:
+            last: Whether it is the stage's last one in this step.
+        """
+
+    def reduce_gradients(self) -> None:
+        """Gradients are complete: sum them over the replicas."""
+
+    def abandon(self) -> None:
+        """The step failed: free what it gathered, forget what it collected."""

@@ -1,0 +1,237 @@
+"""What is wrong with a step is said on every rank, before anything is sent; then a good step runs (case 46)."""
+
+import contextlib
+import re
+from contextlib import nullcontext
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from d9d.mesh.testing import WorldError, run_world
+from d9d.parallel import LossSum
+from d9d.parallel.pipeline._executor import Executor
+from d9d.parallel.pipeline._schedule import Schedule
+from d9d.parallel.pipeline.schedules import LoopedBFS, OneFOneB
+
+
+class Scale(nn.Module):
+    """A stage that does as its shared tree says."""
+
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        self.stage = stage
+        self.weight = nn.Parameter(torch.full((3,), 2.0 + stage, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor, shared):
+        match shared["fault"]:
+            case "raise" if self.stage == 1:
+                raise ArithmeticError("no such number")
+            case "shape" if self.stage == 0:
+                return (inputs * self.weight)[:1]
+            case "structure" if self.stage == 0:
+                return [inputs * self.weight]
+        return inputs * self.weight
+
+    def transfer_spec(self, inputs, shared):
+        match shared["fault"]:
+            case "spec raises" if self.stage == 0:
+                raise KeyError("hidden")
+            case "spec leaf" if self.stage == 0:
+                return {"x": inputs, "other": object()}
+        return torch.empty_like(inputs, device="meta")
+
+    def tied_parameters(self):
+        return {}
+
+
+def loss_of(output: Tensor, shared) -> LossSum:
+    if shared["fault"] == "loss":
+        return output.sum()
+    return LossSum(output.sum(), torch.tensor(output.shape[0]))
+
+
+def batch(*sizes: int, fault: str = "", shared: int | None = None, dtype=torch.float64):
+    return (
+        [torch.ones(size, 3, dtype=dtype) for size in sizes],
+        [{"fault": fault} for _ in range(len(sizes) if shared is None else shared)],
+    )
+
+
+def check_good_step(executor: Executor, stages: dict[int, nn.Module], count: int) -> None:
+    for module in stages.values():
+        module.zero_grad()
+    executor.step(*batch(2, 5), loss_of)
+    weights = torch.stack([torch.full((3,), 2.0 + stage, dtype=torch.float64) for stage in range(count)])
+    for stage, module in stages.items():
+        torch.testing.assert_close(module.weight.grad, 7 * weights.prod(0) / weights[stage])
+
+
+GOOD = batch(2, 5)
+BAD = {
+    "length mismatch on one rank": (
+        {1: batch(2, 5, shared=1)},
+        ValueError,
+        "rank 1 of the pipeline: 2 inputs and 1 shared were given",
+    ),
+    "length mismatch on all": ({0: batch(2, shared=3), 1: batch(2, shared=3)}, ValueError, "1 inputs and 3 shared"),
+    "empty on one rank": ({0: ([], [])}, ValueError, "rank 0 of the pipeline: no microbatch was given"),
+    "empty on all": ({0: ([], []), 1: ([], [])}, ValueError, "no microbatch was given: a step takes at least one"),
+    "other number": ({1: batch(2, 5, 1)}, ValueError, "rank 0 of the pipeline was given 2 microbatches, and rank 1 3"),
+    "other shape": (
+        {1: batch(2, 4)},
+        ValueError,
+        r"microbatch 1 differs .* on rank 1, inputs: it is float64 \(4, 3\), and not float64 \(5, 3\) as on rank 0",
+    ),
+    "other dtype": ({0: batch(2, 5, dtype=torch.float32)}, ValueError, r"it is float64 \(2, 3\), and not float32"),
+    "other structure": (
+        {1: ([(tensor,) for tensor in GOOD[0]], GOOD[1])},
+        ValueError,
+        "microbatch 0 differs .* on rank 1, inputs: its structure is",
+    ),
+    "other constant": (
+        {1: batch(2, 5, fault="none")},
+        ValueError,
+        r"on rank 1, shared: \['fault'\] is 'none', and not '' as on rank 0",
+    ),
+    "spec raises": (
+        dict.fromkeys((0, 1), batch(2, 5, fault="spec raises")),
+        RuntimeError,
+        r"(?s)on rank 0 of the pipeline, microbatch 0: transfer_spec of stage 0 failed:.*KeyError: 'hidden'",
+    ),
+    "spec of something else": (
+        dict.fromkeys((0, 1), batch(2, 5, fault="spec leaf")),
+        RuntimeError,
+        r"stage 0 has a leaf that cannot travel: \['other'\] is an object of builtins.object; make it a tensor",
+    ),
+}
+
+
+def bad_then_good() -> None:
+    rank = dist.get_rank()
+    for schedule in (OneFOneB(), LoopedBFS(stages_per_rank=2)):
+        count = 2 * schedule.stages_per_rank
+        stages = {stage: Scale(stage) for stage in range(rank, count, 2)}
+        executor = Executor(stages, schedule, dist.group.WORLD)
+        check_good_step(executor, stages, count)
+        for given, kind, message in BAD.values():
+            with pytest.raises(kind, match=message):
+                executor.step(*given.get(rank, GOOD), loss_of)
+            with pytest.raises(kind, match=message):
+                executor.infer(*given.get(rank, GOOD))
+            check_good_step(executor, stages, count)
+
+
+def test_bad_batches_are_refused_on_every_rank_and_a_good_step_follows():
+    run_world(2, bad_then_good)
+
+
+class Runtime:
+    def __init__(self) -> None:
+        self.abandoned = 0
+
+    def unshard(self) -> None: ...
+    def reshard(self) -> None: ...
+    def reduce_gradients(self) -> None: ...
+
+    def weight_gradients(self, *, last: bool):
+        return nullcontext()
+
+    def abandon(self) -> None:
+        self.abandoned += 1
+
+
+def fail_inside() -> None:
+    stages = {0: Scale(0), 1: Scale(1)}
+    runtimes = {0: Runtime(), 1: Runtime()}
+    executor = Executor(stages, LoopedBFS(stages_per_rank=2), dist.group.WORLD, runtimes=runtimes)
+
+    def refuse(fault: str, kind: type[Exception], message: str, note: str) -> None:
+        inputs, shared = batch(2, 5, 2)
+        shared[1]["fault"] = fault
+        with pytest.raises(kind, match=message) as error:
+            executor.step(inputs, shared, loss_of)
+        (found,) = error.value.__notes__
+        assert re.fullmatch(rf"in {note}, action \d+ of rank 0 of the pipeline", found)
+        check_good_step(executor, stages, 2)
+
+    refuse("raise", ArithmeticError, "no such number", "F of stage 1, microbatch 1")
+    refuse(
+        "shape",
+        ValueError,
+        r"stage 0 returned for microbatch 1 what its transfer_spec did not say: it is float64 \(1, 3\), and not "
+        r"float64 \(5, 3\)",
+        "F of stage 0, microbatch 1",
+    )
+    refuse(
+        "structure",
+        ValueError,
+        "did not say: its structure is",
+        "F of stage 0, microbatch 1",
+    )
+    refuse("loss", TypeError, "the loss returned tensor.*: return a LossSum", "F of stage 1, microbatch 1")
+    assert [runtime.abandoned for runtime in runtimes.values()] == [4, 4]
+
+    def stop(_: Tensor) -> None:
+        raise FloatingPointError("stop here")
+
+    hook = stages[0].weight.register_hook(stop)
+    with pytest.raises(FloatingPointError, match="stop here") as error:
+        executor.step(*batch(2, 5), loss_of)
+    assert "B of stage 0, microbatch 0" in error.value.__notes__[0]
+    hook.remove()
+    check_good_step(executor, stages, 2)
+
+
+def test_what_fails_inside_a_stage_names_it_and_its_microbatch_and_a_good_step_follows():
+    run_world(1, fail_inside)
+
+
+def fail_on_one_rank() -> None:
+    rank = dist.get_rank()
+    executor = Executor({rank: Scale(rank)}, OneFOneB(), dist.group.WORLD)
+    with contextlib.suppress(RuntimeError):  # what the other rank sees of it
+        executor.step(*batch(2, 5, fault="raise"), loss_of)
+
+
+def test_what_fails_on_one_rank_is_what_the_job_ends_with():
+    with pytest.raises(WorldError, match=r"(?s)ArithmeticError.*in F of stage 1, microbatch 0, .* of rank 1") as error:
+        run_world(2, fail_on_one_rank)
+    assert error.value.rank == 1
+
+
+def refuse_holdings() -> None:
+    rank, group = dist.get_rank(), dist.group.WORLD
+
+    def refused(stages: dict[int, nn.Module], message: str, *, schedule=None, **more: object) -> None:
+        with pytest.raises(ValueError, match=message):
+            Executor(stages, schedule or OneFOneB(), group, **more)
+
+    refused({0: Scale(0)}, r"the ranks were given the stages \{0: \[0\], 1: \[0\]\}.*give each of the stages 0 to 1")
+    refused({rank: Scale(rank)}, "the schedule has 2 on each of 2 ranks", schedule=LoopedBFS(stages_per_rank=2))
+    refused({0: Scale(0)} if rank == 0 else {}, r"1: \[\]")
+    refused(
+        {0: Scale(0)} if rank == 0 else {1: nn.Linear(3, 3)},
+        r"rank 1 was given modules that are no Stage \(stage: type\): \{1: 'Linear'\}",
+    )
+    refused({rank: Scale(rank)}, r"rank 0 was given runtimes of the stages \[1\], and holds \[0\]", runtimes={1: None})
+    swapped = Executor({1 - rank: Scale(1 - rank)}, OneFOneB(), group)
+    with pytest.raises(ValueError, match=r"places the stages on the ranks \[0, 1\], and they were given to \[1, 0\]"):
+        swapped.step(*batch(2), loss_of)
+
+
+def test_stages_that_do_not_fit_the_schedule_are_refused_on_every_rank():
+    run_world(2, refuse_holdings)
+
+
+def refuse_inference_alone() -> None:
+    schedule = Schedule.kinds()["inference"]()
+    executor = Executor({0: Scale(0)}, schedule, dist.group.WORLD)
+    with pytest.raises(ValueError, match="has no backward: call infer"):
+        executor.step(*batch(2), loss_of)
+    assert len(executor.infer(*batch(2))) == 1
+
+
+def test_a_schedule_without_backward_does_not_train():
+    run_world(1, refuse_inference_alone)

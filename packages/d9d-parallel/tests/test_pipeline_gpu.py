@@ -1,0 +1,18 @@
+"""What CUDA and NCCL add to a pipeline: streams, and communicators that must not wait for each other."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_every_schedule_gives_loss_and_gradients_of_one_process_and_the_host_never_waits(world):
+    if torch.cuda.device_count() < world:
+        pytest.skip(f"takes {world} GPUs")
+    script = Path(__file__).with_name("nccl_pipeline.py")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)]
+    subprocess.run([*launch, str(script)], check=True, timeout=300)
