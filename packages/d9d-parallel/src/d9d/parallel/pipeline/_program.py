@@ -54,6 +54,11 @@ class Program:
         """Whether there is any backward."""
         return any(action.op in {Op.B, Op.I, Op.W} for actions in self.actions for action in actions)
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether gradients of weights are computed apart from those of inputs."""
+        return any(action.op is Op.I for actions in self.actions for action in actions)
+
     def computations(self) -> Self:
         """The program of F, B, I and W that this one completes."""
         return attrs.evolve(self, actions=tuple(tuple(a for a in row if a.op in COMPUTE) for row in self.actions))
