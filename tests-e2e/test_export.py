@@ -21,7 +21,7 @@ def _train_and_score(config: pretrain.PretrainConfig, ids: Tensor) -> Tensor:
         trainer = pretrain.build_trainer(config, files, ctx)
         assert trainer.step == config.trainer.steps
         positions = torch.arange(ids.shape[1]).expand_as(ids)
-        return trainer.module.eval()(ids, CausalLMContext(position_ids=positions)).logits
+        return trainer.stages[0].eval()(ids, CausalLMContext(position_ids=positions)).logits
 
 
 def test_transformers_computes_the_logits_of_the_trained_model(script: Path, tiny, tmp_path):

@@ -36,12 +36,12 @@ def _train(config: pretrain.PretrainConfig, files: list[bytes]) -> Run:
         for step in range(config.trainer.steps):
             labels.append([int((batch[1] >= 0).sum()) for batch in trainer.batches.step(step)])
             losses.append(trainer.train_step().total.mean().item())
-            loads.append(torch.stack([layer.moe.expert_load.clone() for layer in trainer.module.decoder_layers()]))
-            for layer in trainer.module.decoder_layers():
+            loads.append(torch.stack([layer.moe.expert_load.clone() for layer in trainer.stages[0].decoder_layers()]))
+            for layer in trainer.stages[0].decoder_layers():
                 layer.moe.expert_load.zero_()
         expert_loads = torch.stack(loads)
         dist.all_reduce(expert_loads)
-        return Run(losses, labels, expert_loads, {name: _whole(p) for name, p in trainer.module.named_parameters()})
+        return Run(losses, labels, expert_loads, {name: _whole(p) for name, p in trainer.named_parameters()})
 
 
 def _train_all(configs: list[pretrain.PretrainConfig], files: list[bytes]) -> list[Run]:

@@ -83,9 +83,8 @@ class Qwen3MoEProvider:
     policy: ShardPolicy
 
     def build(self, stage: StageInfo) -> Qwen3MoEForCausalLM:
-        """The whole model: there is one stage."""
-        assert stage.count == 1
-        return Qwen3MoEForCausalLM(self.config)
+        """The whole model, or what a stage of the pipeline holds of it."""
+        return Qwen3MoEForCausalLM(self.config, stage)
 
     def parallelize(self, module: nn.Module, stage: StageInfo, ctx: DistContext) -> None:
         """Experts over ep, the rest on every rank or sharded."""
@@ -141,7 +140,7 @@ def build_trainer(config: PretrainConfig, files: Sequence[bytes], ctx: DistConte
 def bits_per_byte(trainer: Trainer, config: PretrainConfig, files: Sequence[bytes]) -> float:
     """What the model needs on average for a byte of these files."""
     total = evaluate(
-        trainer.module,
+        trainer.executor,
         NextByte(),
         ByteWindows(files, config.sequence),
         collate=partial(collate, sequence=config.sequence),
@@ -178,7 +177,7 @@ def export_hugging_face(trainer: Trainer, config: PretrainConfig) -> None:
         return
     hugging_face: dict[str, Any] = config_to_hugging_face(config.model, dtype=config.trainer.dtype)
     export(
-        dict(trainer.module.named_parameters()),
+        trainer.named_parameters(),
         mapper_from_hugging_face(config.model).inverse(),
         directory,
         extra_files={"config.json": json.dumps(hugging_face, indent=2) + "\n"},

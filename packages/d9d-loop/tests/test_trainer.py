@@ -120,7 +120,7 @@ def trainer(ctx, made, *, dropout=0.0, dataset=None, task=None):
 
 
 def weights(run):
-    state = run.module.state_dict()
+    state = run.stages[0].state_dict()
     return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state.items()}
 
 
@@ -198,7 +198,7 @@ def layouts(directory):
             made.run()
             found[microbatch] = weights(made)
         uneven = evaluate(
-            made.module, TinyTask(), samples(range(1, 9)), collate=collate, microbatch=1 + ctx.world_size, ctx=ctx
+            made.executor, TinyTask(), samples(range(1, 9)), collate=collate, microbatch=1 + ctx.world_size, ctx=ctx
         )
     return found, uneven.sum, uneven.weight
 
@@ -209,7 +209,7 @@ def one_and_seven_and_three_and_five(directory):
     with context(replicate=2) as ctx:
         made = trainer(ctx, config(directory, global_batch=4, steps=1, max_norm=None), dataset=data)
         result = made.train_step()
-        gradients = {name: parameter.grad.full_tensor() for name, parameter in made.module.named_parameters()}
+        gradients = {name: parameter.grad.full_tensor() for name, parameter in made.stages[0].named_parameters()}
     return result.total.sum, result.total.weight, gradients
 
 
@@ -218,7 +218,7 @@ def test_the_same_global_batch_gives_the_same_update_in_every_layout(ctx, tmp_pa
     whole = trainer(ctx, config(tmp_path / "1-8", microbatch=8))
     whole.run()
     reference = weights(whole)
-    everything = evaluate(whole.module, TinyTask(), samples(range(1, 9)), collate=collate, microbatch=3, ctx=ctx)
+    everything = evaluate(whole.executor, TinyTask(), samples(range(1, 9)), collate=collate, microbatch=3, ctx=ctx)
     assert everything.weight == 36
     for size in (2, 4):
         for found, loss, weight in run_world(size, layouts, str(tmp_path)):
@@ -345,7 +345,7 @@ def dropout_across_a_resume(directory):
                 masks = []
                 for stop in stops:
                     made = trainer(ctx, config(place / name, checkpoint_every=2, steps=4), dropout=0.5)
-                    made.module.dropout.register_forward_hook(lambda *call, to=masks: to.append(call[-1] == 0))
+                    made.stages[0].dropout.register_forward_hook(lambda *call, to=masks: to.append(call[-1] == 0))
                     if stop < 4:
                         with pytest.raises(KeyboardInterrupt):
                             stop_after(made, stop)
@@ -452,7 +452,7 @@ def clean_run_whose_third_step(ctx, directory, optimizer_step):
 
 
 def with_zero_gradients(made, step):
-    for parameter in made.module.parameters():
+    for parameter in made.stages[0].parameters():
         parameter.grad.zero_()
     step()
 
@@ -575,7 +575,7 @@ def test_a_tied_weight_is_saved_once_and_comes_back(ctx, tmp_path):  # case 17
         "model.hidden.weight",
     ]
     assert all(map(torch.equal, weights(run).values(), weights(resumed).values()))
-    assert torch.equal(resumed.module.head.weight, resumed.module.embed.weight)
+    assert torch.equal(resumed.stages[0].head.weight, resumed.stages[0].embed.weight)
 
 
 def test_degrees_that_the_trainer_cannot_use_are_refused():
@@ -586,12 +586,12 @@ def test_degrees_that_the_trainer_cannot_use_are_refused():
 def test_evaluate_counts_every_sample_once_and_keeps_the_mode(ctx, tmp_path):
     made = trainer(ctx, config(tmp_path), dropout=0.5)
     data = samples([1, 7, 3, 5, 8])
-    one = [evaluate(made.module, TinyTask(), data, collate=collate, microbatch=n, ctx=ctx) for n in (1, 2, 7)]
+    one = [evaluate(made.executor, TinyTask(), data, collate=collate, microbatch=n, ctx=ctx) for n in (1, 2, 7)]
     assert [int(total.weight) for total in one] == [24, 24, 24]
     assert [float(total.sum) for total in one] == pytest.approx([float(one[0].sum)] * 3)
-    assert made.module.training
+    assert made.stages[0].training
     with pytest.raises(ValueError, match="empty data set"):
-        evaluate(made.module, TinyTask(), [], collate=collate, microbatch=1, ctx=ctx)
+        evaluate(made.executor, TinyTask(), [], collate=collate, microbatch=1, ctx=ctx)
 
 
 def test_memory_is_flat_over_100_steps_with_logging(ctx, tmp_path):

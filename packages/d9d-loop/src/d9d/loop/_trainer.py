@@ -141,6 +141,13 @@ class Trainer:
         self.nonfinite_steps += norm.isfinite().logical_not()
         return StepResult(total=total, norm=norm, lr=lr)
 
+    def named_parameters(self) -> dict[str, nn.Parameter]:
+        """This rank's parameters by their names in the whole model, ready to export; copies have their original's."""
+        named: dict[str, nn.Parameter] = {}
+        for name, parameter in self.parameters.items():
+            named.setdefault(self.tied.copies.get(name, name), parameter)
+        return named
+
     def save(self) -> None:
         """Save a checkpoint of the steps made so far; collective."""
         counters = {"tokens": int(self.tokens), "nonfinite_steps": int(self.nonfinite_steps)}
