@@ -1,4 +1,4 @@
-"""Our models under every layout of replicate, shard and expert that 4 ranks have, and some of 8.
+"""Our models under every layout of pipeline, replicate, shard and expert that 4 ranks have, and some of 8.
 
 The table in docs/layouts.md is what this test has run. To write it anew:
 
@@ -22,19 +22,21 @@ from d9d.attn import (
     RotaryEmbedding,
 )
 from d9d.mesh import DistContext, MeshConfig
-from d9d.models import CausalLMContext, LanguageModelingHead, TokenEmbedding
+from d9d.models import CausalLMContext, CausalLMOutput, LanguageModelingHead, TokenEmbedding
 from d9d.models.qwen3_moe import Qwen3MoEConfig, Qwen3MoEForCausalLM, parallelize_qwen3_moe
 from d9d.moe import SwiGLU
 from d9d.parallel import (
     Certificate,
     LossSum,
     ShardPolicy,
+    StageInfo,
     certify,
     parallelize_fsdp,
     parallelize_hsdp,
     parallelize_replicate,
 )
-from d9d.parallel.certify import every_mesh
+from d9d.parallel.certify import Staged, every_mesh
+from d9d.parallel.pipeline import DualPipeV, Interleaved1F1B, OneFOneB, ZeroBubbleH1, ZeroBubbleV
 
 DOCUMENT = Path(__file__).parents[1] / "docs" / "layouts.md"
 AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None)
@@ -60,6 +62,31 @@ def moe() -> nn.Module:
 def moe_tied() -> nn.Module:
     with torch.device("meta"):
         return Qwen3MoEForCausalLM(attrs.evolve(CONFIG, tie_embeddings=True))
+
+
+def deep() -> Qwen3MoEConfig:
+    """With a layer for each of 4 ranks, or for two stages on each of 2."""
+    return attrs.evolve(CONFIG, num_layers=4)
+
+
+def deep_moe() -> nn.Module:
+    with torch.device("meta"):
+        return Qwen3MoEForCausalLM(deep())
+
+
+def stage_of_deep_moe(stage: StageInfo) -> nn.Module:
+    with torch.device("meta"):
+        return Qwen3MoEForCausalLM(deep(), stage)
+
+
+def deep_moe_tied() -> nn.Module:
+    with torch.device("meta"):
+        return Qwen3MoEForCausalLM(attrs.evolve(deep(), tie_embeddings=True))
+
+
+def stage_of_deep_moe_tied(stage: StageInfo) -> nn.Module:
+    with torch.device("meta"):
+        return Qwen3MoEForCausalLM(attrs.evolve(deep(), tie_embeddings=True), stage)
 
 
 def lay_out_moe(module: Qwen3MoEForCausalLM, context: DistContext) -> None:
@@ -114,10 +141,17 @@ def lay_out_dense(module: DenseModel, context: DistContext) -> None:
             parallelize_hsdp(unit, mesh, shard_dim="dp_cp_shard", policy=AS_STORED)
 
 
-def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> LossSum:
+def inputs_of(batch: tuple[Tensor, Tensor]) -> tuple[Tensor, CausalLMContext]:
     ids, labels = batch
-    positions = torch.arange(ids.shape[1]).expand_as(ids)
-    return module(ids, CausalLMContext(position_ids=positions, labels=labels)).loss
+    return ids, CausalLMContext(position_ids=torch.arange(ids.shape[1]).expand_as(ids), labels=labels)
+
+
+def loss_of(out: CausalLMOutput, shared: CausalLMContext) -> LossSum:
+    return out.loss
+
+
+def loss(module: nn.Module, batch: tuple[Tensor, Tensor]) -> LossSum:
+    return module(*inputs_of(batch)).loss
 
 
 def split(batch: tuple[Tensor, Tensor], index: int, count: int) -> tuple[Tensor, Tensor]:
@@ -149,17 +183,39 @@ EIGHT = [
     MeshConfig(replicate=4, shard=2, expert=4),
     MeshConfig(replicate=2, shard=4, expert=8),
 ]
-NOT_YET = [MeshConfig(**{degree: 4}) for degree in ("pipeline", "context", "tensor")]
+NOT_YET = [MeshConfig(**{degree: 4}) for degree in ("context", "tensor")]
+# On 2 ranks a stage each, or two; with 4 ranks there are no layers for more.
+PIPELINES = [
+    MeshConfig(pipeline=2, replicate=2),
+    MeshConfig(pipeline=2, replicate=2, expert=2),
+    MeshConfig(pipeline=2, shard=2),
+    MeshConfig(pipeline=2, shard=2, expert=2),
+]
+ORDERS = (OneFOneB(), ZeroBubbleV())
 
 
 def certificates() -> dict[str, Certificate]:
-    def run(model, lay_out, meshes, rows=8):
-        return certify(model, lay_out, loss, split, make_batch(rows), meshes=meshes, microbatches=[2])
+    def run(model, lay_out, meshes, rows=8, stage=None, schedules=()):
+        staged = Staged(stage=stage, inputs=inputs_of, loss=loss_of, schedules=schedules) if stage else None
+        batch = make_batch(rows)
+        return certify(model, lay_out, loss, split, batch, meshes=meshes, microbatches=[2], staged=staged)
 
     return {
         "Qwen3-MoE": run(moe, lay_out_moe, [*FOUR, *EIGHT, *NOT_YET], rows=16),
         "Qwen3-MoE, embeddings tied": run(
             moe_tied, lay_out_moe, [MeshConfig(replicate=4, expert=4), MeshConfig(shard=4)]
+        ),
+        "Qwen3-MoE in a pipeline by 1F1B and ZBV": run(deep_moe, lay_out_moe, PIPELINES, 8, stage_of_deep_moe, ORDERS),
+        "Qwen3-MoE in a pipeline by 1F1B and ZB-H1": run(
+            deep_moe, lay_out_moe, [MeshConfig(pipeline=4)], 8, stage_of_deep_moe, (OneFOneB(), ZeroBubbleH1())
+        ),
+        "Qwen3-MoE in a pipeline, embeddings tied, by interleaved 1F1B and DualPipeV": run(
+            deep_moe_tied,
+            lay_out_moe,
+            [MeshConfig(pipeline=2), MeshConfig(pipeline=2, shard=2)],
+            8,
+            stage_of_deep_moe_tied,
+            (Interleaved1F1B(), DualPipeV()),
         ),
         "Dense": run(dense, lay_out_dense, [*every_mesh(4, ["replicate", "shard"]), *NOT_YET]),
     }

@@ -18,6 +18,7 @@ GLOBAL_BATCH = 8
 MESHES = [
     *(MeshConfig(replicate=4, expert=expert) for expert in (1, 2, 4)),
     MeshConfig(shard=4, expert=2),
+    MeshConfig(pipeline=2, replicate=2, expert=2),
 ]
 
 
@@ -26,7 +27,7 @@ class Run:
     losses: list[float]
     labels: list[list[int]]  # of each rank's microbatches in each step
     expert_loads: Tensor  # (steps, layers, experts), int64, over all ranks
-    weights: dict[str, Tensor]
+    weights: dict[str, Tensor]  # of this rank's stages
 
 
 def _train(config: pretrain.PretrainConfig, files: list[bytes]) -> Run:
@@ -36,12 +37,14 @@ def _train(config: pretrain.PretrainConfig, files: list[bytes]) -> Run:
         for step in range(config.trainer.steps):
             labels.append([int((batch[1] >= 0).sum()) for batch in trainer.batches.step(step)])
             losses.append(trainer.train_step().total.mean().item())
-            loads.append(torch.stack([layer.moe.expert_load.clone() for layer in trainer.stages[0].decoder_layers()]))
-            for layer in trainer.stages[0].decoder_layers():
-                layer.moe.expert_load.zero_()
+            loads.append(torch.zeros(config.model.num_layers, config.model.num_experts, dtype=torch.int64))
+            for stage in trainer.stages.values():
+                for number, layer in stage.layers.items():
+                    loads[-1][int(number)] = layer.moe.expert_load
+                    layer.moe.expert_load.zero_()
         expert_loads = torch.stack(loads)
         dist.all_reduce(expert_loads)
-        return Run(losses, labels, expert_loads, {name: _whole(p) for name, p in trainer.named_parameters()})
+        return Run(losses, labels, expert_loads, {name: _whole(p) for name, p in trainer.named_parameters().items()})
 
 
 def _train_all(configs: list[pretrain.PretrainConfig], files: list[bytes]) -> list[Run]:
@@ -83,4 +86,7 @@ def test_every_layout_gives_the_run_of_one_process(script: Path, tiny, files):
         torch.testing.assert_close(run.losses, expected.losses, rtol=1e-9, atol=0)
         # the number of tokens of each expert of each layer at each step: what a flipped choice would change
         assert torch.equal(run.expert_loads, expected.expert_loads)
-        torch.testing.assert_close(run.weights, expected.weights, rtol=1e-9, atol=1e-12)
+        for name, weight in run.weights.items():
+            torch.testing.assert_close(weight, expected.weights[name], rtol=1e-9, atol=1e-12)
+    for runs in zip(*on_ranks):
+        assert {name for run in runs for name in run.weights} == expected.weights.keys()

@@ -1,0 +1,174 @@
+"""The trainer on the stages of a pipeline."""
+
+import json
+from pathlib import Path
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
+from d9d.loop.optim import AdamWConfig, ConstantSchedule
+from d9d.loop.track import JsonLinesConfig
+from d9d.mesh import DistContext, MeshConfig
+from d9d.mesh.testing import WorldError, run_world
+from d9d.parallel import LossSum, parallelize_replicate
+from d9d.parallel.pipeline import Interleaved1F1B, OneFOneB, ZeroBubbleV, distribute_layers
+
+VOCABULARY, WIDTH, LAYERS = 11, 8, 4
+
+
+class LM(nn.Module):
+    """A stage of a tiny model whose head is its embedding."""
+
+    def __init__(self, stage):
+        super().__init__()
+        self.stage = stage
+        if stage.is_first:
+            self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict(
+            {str(i): nn.Linear(WIDTH, WIDTH) for i in distribute_layers(LAYERS, stage.count)[stage.index]}
+        )
+        if stage.is_last:
+            self.head = nn.Linear(WIDTH, VOCABULARY)
+            if stage.is_first:
+                self.head.weight = self.embed.weight
+
+    def tied_parameters(self):
+        names = {"embed.weight": self.stage.is_first, "head.weight": self.stage.is_last}
+        held = [name for name, is_here in names.items() if is_here]
+        return {"embedding": held[0]} if len(held) == 1 else {}
+
+    def forward(self, inputs, shared):
+        x = self.embed(inputs) if self.stage.is_first else inputs
+        for layer in self.layers.values():
+            x = x + layer(x).tanh()
+        return self.head(x) if self.stage.is_last else x
+
+
+class Provider:
+    def build(self, stage):
+        return LM(stage)
+
+    def parallelize(self, module, stage, ctx):
+        parallelize_replicate(module, ctx.mesh("dense")["dp_replicate"])
+
+    def mapper(self, module):
+        return None
+
+    def flops_per_token(self, sequence):
+        return 0.0
+
+
+class NextToken:
+    def __init__(self):
+        self.accuracy = WeightedMean()
+
+    def inputs(self, batch):
+        return batch[:, 0], batch[:, 1]
+
+    def loss(self, out, shared):
+        counted = shared != -100
+        self.accuracy.update(((out.argmax(-1) == shared) & counted).sum(), counted.sum())
+        loss = F.cross_entropy(out.flatten(0, 1), shared.flatten(), ignore_index=-100, reduction="sum")
+        return LossSum(loss, counted.sum())
+
+    def metrics(self):
+        return {"accuracy": self.accuracy}
+
+
+def samples():
+    """Tokens and labels, of which so many count."""
+    generator = torch.Generator().manual_seed(0)
+    made = torch.randint(VOCABULARY, (12, 2, 8), generator=generator)
+    for sample, count in zip(made, [1, 7, 3, 5, 8, 2, 6, 4, 0, 8, 1, 5]):
+        sample[1, count:] = -100
+    return made
+
+
+def trainer(ctx, directory, steps, **changes):
+    made = TrainerConfig(
+        directory=Path(directory),
+        steps=steps,
+        global_batch=8,
+        dtype="float64",
+        optimizer=AdamWConfig(lr=1e-2),
+        schedule=ConstantSchedule(),
+        trackers=(JsonLinesConfig(),),
+        **changes,
+    )
+    return Trainer(made, ctx=ctx, provider=Provider(), task=NextToken(), dataset=samples(), collate=torch.stack)
+
+
+def log(directory):
+    return [json.loads(line) for line in (Path(directory) / "log.jsonl").read_text().splitlines()]
+
+
+@attrs.frozen
+class Found:
+    held: list[int]
+    weights: dict[str, torch.Tensor]
+    loss: torch.Tensor
+
+
+def found_by(made, ctx):
+    total = evaluate(made.executor, NextToken(), samples(), collate=torch.stack, microbatch=1, ctx=ctx)
+    weights = {name: parameter.full_tensor().detach() for name, parameter in made.named_parameters().items()}
+    return Found(list(made.stages), weights, total.sum)
+
+
+# Two steps each, in one directory: every run goes on from the checkpoint of another layout.
+RELAY = [
+    ({"pipeline": 2, "replicate": 2}, ZeroBubbleV(), 2, 2),  # its first and last stage are on one rank
+    ({"pipeline": 2, "replicate": 2}, Interleaved1F1B(), 1, 4),
+    ({"replicate": 4}, OneFOneB(), 1, 6),
+    ({"pipeline": 4}, OneFOneB(), 2, 8),
+]
+
+
+def relay(directory):
+    found = []
+    for degrees, schedule, microbatch, steps in RELAY:
+        with DistContext.launch(MeshConfig(**degrees), "cpu") as ctx:
+            made = trainer(ctx, directory, steps, pipeline=schedule, microbatch=microbatch)
+            assert made.step == steps - 2
+            made.run()
+            found.append(found_by(made, ctx))
+    return found
+
+
+def test_a_run_that_is_handed_from_layout_to_layout_is_that_of_one_process(tmp_path):
+    with DistContext.launch(MeshConfig(), "cpu") as ctx:
+        expected = []
+        for *_, steps in RELAY:
+            made = trainer(ctx, tmp_path / "one", steps)
+            made.run()
+            expected.append(found_by(made, ctx))
+    ranks = run_world(4, relay, str(tmp_path / "relay"))
+    assert [[found.held for found in rank] for rank in ranks] == [
+        [[0, 3], [0, 2], [0], [0]],
+        [[0, 3], [0, 2], [0], [1]],
+        [[1, 2], [1, 3], [0], [2]],
+        [[1, 2], [1, 3], [0], [3]],
+    ]
+    for of_layout, truth in zip(zip(*ranks), expected):
+        assert {name for found in of_layout for name in found.weights} == truth.weights.keys()
+        for found in of_layout:
+            torch.testing.assert_close(found.loss, truth.loss, rtol=1e-9, atol=0)
+            for name, weight in found.weights.items():
+                torch.testing.assert_close(weight, truth.weights[name], rtol=1e-9, atol=1e-12)
+    for line, truth in zip(log(tmp_path / "relay"), log(tmp_path / "one"), strict=True):
+        for name in ("step", "loss", "grad_norm", "tokens", "accuracy"):
+            assert line[name] == pytest.approx(truth[name], rel=1e-9), (line["step"], name)
+
+
+def with_too_few_microbatches():
+    with DistContext.launch(MeshConfig(pipeline=2), "cpu") as ctx:
+        trainer(ctx, "unused", 2, pipeline=OneFOneB(), microbatch=16)
+
+
+def test_a_batch_that_does_not_fit_is_refused_before_anything_is_built():
+    with pytest.raises(WorldError, match="global_batch=8 does not divide"):
+        run_world(2, with_too_few_microbatches)
