@@ -107,8 +107,9 @@ class _RankCheck:
             case Op.RESHARD if action.stage not in self._gathered:
                 yield f"{action}: stage {action.stage!r} is not unsharded"
             case Op.REDUCE:
-                for missing in self._ungraded(action.stage):
-                    yield f"{action} comes before {missing}, so that it would reduce incomplete gradients"
+                for late in self._ungraded(action.stage):
+                    if late in self._actions:  # else it is missing, which is said at the end
+                        yield f"{action} comes before {late}: it would reduce incomplete gradients"
                 yield from self._not_gathered(action)
 
     def _ungraded(self, stage: int) -> Iterator[Action]:
@@ -120,7 +121,7 @@ class _RankCheck:
 
     def _not_yet(self, action: Action, needed: Action) -> Iterator[str]:
         if needed not in self._done:
-            yield f"{action} comes before {needed}, which it needs"
+            yield f"{action} needs {needed} before it, which is not there"
 
     def _not_gathered(self, action: Action) -> Iterator[str]:
         if action.stage in self._sharded and action.stage not in self._gathered:

@@ -1,8 +1,10 @@
 """What all ranks of a pipeline do in one step."""
 
+from typing import Self
+
 import attrs
 
-from ._action import Action, Op
+from ._action import COMPUTE, Action, Op
 
 
 @attrs.frozen
@@ -51,6 +53,10 @@ class Program:
     def is_training(self) -> bool:
         """Whether there is any backward."""
         return any(action.op in {Op.B, Op.I, Op.W} for actions in self.actions for action in actions)
+
+    def computations(self) -> Self:
+        """The program of F, B, I and W that this one completes."""
+        return attrs.evolve(self, actions=tuple(tuple(a for a in row if a.op in COMPUTE) for row in self.actions))
 
     def peer(self, transfer: Action) -> int:
         """The rank at the other end of a SEND or RECV."""
