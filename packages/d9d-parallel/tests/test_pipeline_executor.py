@@ -264,9 +264,9 @@ def overwrite() -> list[float]:
 
 def overwrite_at_home() -> None:
     executor = Executor({0: Reusing(), 1: Passing()}, LoopedBFS(stages_per_rank=2), dist.group.WORLD)
-    executor.infer([torch.zeros(4)], [None])
+    executor.infer([torch.zeros(4)] * 2, [None] * 2)  # reads what it made before it makes more
     with pytest.raises(RuntimeError, match="overwritten before this stage read it") as error:
-        executor.infer([torch.zeros(4)] * 2, [None] * 2)
+        executor.step([torch.zeros(4)] * 2, [None] * 2, lambda out, _: LossSum(out.sum(), torch.tensor(1)))
     assert "F of stage 1, microbatch 0" in error.value.__notes__[0]
 
 

@@ -85,13 +85,15 @@ class Channels:
     def finish(self) -> None:
         """Wait until all messages have left; on CUDA the current stream does, and not the host."""
         while self._leaving:
-            self._leaving[0][0].wait()
-            self._leaving.popleft()
+            work, message = self._leaving.popleft()
+            work.wait()
+            del message
 
     def _release_what_has_left(self) -> None:
         # NCCL is asked; gloo tells only who waits for it, so there the copies stay until the step is over.
         while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
+            # It has arrived, so this costs nothing; torch holds the memory too until someone has waited.
+            self._leaving.popleft()[0].wait()
 
 
 @attrs.frozen

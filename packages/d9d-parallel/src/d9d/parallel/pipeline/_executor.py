@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .._loss import LossSum
-from ._action import Op
 from ._agreement import agree
 from ._channels import Channels
 from ._derive import derive
@@ -22,6 +20,7 @@ from ._schedule import Schedule
 from ._stage import Stage, StageRuntime
 from ._step import Batch, Step
 from ._transfers import Transfers
+from .schedules import inference
 
 In = TypeVar("In")
 Shared = TypeVar("Shared")
@@ -141,10 +140,7 @@ class Executor(Generic[In, Shared, Out]):
         return self._plan(program)
 
     def _plan_inference(self, microbatches: int) -> Plan:
-        """The forwards alone, in the schedule's order: what a sequence allows, each part of it allows."""
-        program = self._schedule.program(ranks=dist.get_world_size(self._group), microbatches=microbatches)
-        forwards = tuple(tuple(action for action in row if action.op is Op.F) for row in program.actions)
-        return self._plan(attrs.evolve(program, actions=forwards))
+        return self._plan(inference(rank_of_stage=self._placement, microbatches=microbatches))
 
     def _plan(self, program: Program) -> Plan:
         if program.rank_of_stage != self._placement:
