@@ -34,6 +34,9 @@ class Addend(NamedTuple):
 @contextlib.contextmanager
 def in_order(addends: Sequence[Addend]) -> Iterator[list[Addend]]:
     """Yields the addends to start the engine from; while it runs here, the others join where it is their turn."""
+    if len({addend.sequence for addend in addends}) < 2:  # all else comes after them
+        yield list(addends)
+        return
     entering: dict[tuple[Node, int], list[Addend]] = defaultdict(list)
     for addend in addends:
         entering[addend.edge.node, addend.edge.output_nr].append(addend)

@@ -31,7 +31,7 @@ class Pruned:
         call = cast("Callable[..., Tensor | tuple[Tensor | None, ...] | None]", self.node)
         found = call(*self.incoming)  # without the node's hooks, which ran in the input pass
         gradients = found if isinstance(found, tuple) else (found,)
-        if torch.is_anomaly_check_nan_enabled():
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
             _check(self.node, gradients)
         return [
             Addend(edge, _fit(gradient, edge), sequence(self.node))
@@ -49,8 +49,8 @@ def accumulate(sources: Sequence[Source]) -> None:
     def run() -> None:
         for group in _connected(sources):
             addends = [a for source in group for a in (source.compute() if isinstance(source, Pruned) else [source])]
-            if addends:
-                with in_order(addends) as first:
+            with in_order(addends) as first:
+                if first:
                     torch.autograd.backward([a.edge for a in first], [a.gradient for a in first])
 
     _call_with_pruning(run, [edge for source in sources for edge in _edges(source)])
