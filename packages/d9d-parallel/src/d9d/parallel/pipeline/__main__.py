@@ -84,23 +84,26 @@ def _show(options: argparse.Namespace) -> str:
     return to_text(simulation)
 
 
-def _make(kind: type[Any], texts: Sequence[str], parse: Callable[[str], Any]) -> Any:
+def _make(kind: type[Any], texts: Sequence[str], parse: Callable[[type[Any] | None, str], Any]) -> Any:
     """Build a config from NAME=VALUE texts."""
-    names = [field.name for field in attrs.fields(kind)]
+    types = {field.name: field.type for field in attrs.fields(kind)}
     values = {}
     for text in texts:
         name, equals, value = text.partition("=")
-        if not equals or name not in names:
-            raise ValueError(f"{text!r} is not NAME=VALUE with a name of {names!r}")
-        values[name] = parse(value)
+        if not equals or name not in types:
+            raise ValueError(f"{text!r} is not NAME=VALUE with a name of {list(types)!r}")
+        try:
+            values[name] = parse(types[name], value)
+        except ValueError as error:
+            raise ValueError(f"{text!r}: {error}") from None
     return kind(**values)
 
 
-def _setting(text: str) -> int | str:
-    return int(text) if text.isdecimal() else text
+def _setting(kind: type[Any] | None, text: str) -> Any:
+    return kind(text) if kind in {int, float} else text
 
 
-def _cost(text: str) -> float | tuple[float, ...]:
+def _cost(_: type[Any] | None, text: str) -> float | tuple[float, ...]:
     first, *others = map(float, text.split(","))
     return (first, *others) if others else first
 

@@ -107,6 +107,8 @@ class _RankCheck:
             case Op.RESHARD if action.stage not in self._gathered:
                 yield f"{action}: stage {action.stage!r} is not unsharded"
             case Op.REDUCE:
+                if not self._training:
+                    yield f"{action}: there is nothing to reduce, as the program has no backward"
                 for late in self._ungraded(action.stage):
                     if late in self._actions:  # else it is missing, which is said at the end
                         yield f"{action} comes before {late}: it would reduce incomplete gradients"

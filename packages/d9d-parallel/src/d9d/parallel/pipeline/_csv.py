@@ -35,22 +35,16 @@ def from_csv(text: str) -> Program:
         tuple(action for column, cell in enumerate(cells) for action in _parse(cell, row, column))
         for row, cells in enumerate(csv.reader(io.StringIO(text)))
     ]
-    ranks_of: dict[int, set[int]] = {}
-    microbatches = set()
-    for rank, row in enumerate(rows):
-        for action in row:
-            if action.op in COMPUTE:
-                ranks_of.setdefault(action.stage, set()).add(rank)
-                microbatches.add(action.microbatch)
-    twice = {stage: sorted(ranks) for stage, ranks in ranks_of.items() if len(ranks) > 1}
-    if twice or set(ranks_of) != set(range(len(ranks_of))) or microbatches != set(range(len(microbatches))):
+    computations = [(rank, action) for rank, row in enumerate(rows) for action in row if action.op in COMPUTE]
+    places = sorted({(action.stage, rank) for rank, action in computations})
+    microbatches = sorted({action.microbatch for _, action in computations if action.microbatch is not None})
+    stages = [stage for stage, _ in places]
+    if stages != list(range(len(stages))) or microbatches != list(range(len(microbatches))):
         raise ValueError(
-            f"stages and microbatches are to be numbered from 0, each stage on one rank; found stages "
-            f"{sorted(ranks_of)!r}, microbatches {sorted(map(str, microbatches), key=int)}, stages on several ranks "
-            f"{twice!r}"
+            f"stages and microbatches are to be numbered from 0, each stage on one rank; found "
+            f"(stage, rank) {places!r}, microbatches {microbatches!r}"
         )
-    placement = tuple(min(ranks_of[stage]) for stage in range(len(ranks_of)))
-    return Program(placement, len(microbatches), tuple(rows))
+    return Program(tuple(rank for _, rank in places), len(microbatches), tuple(rows))
 
 
 def _parse(cell: str, row: int, column: int) -> list[Action]:
