@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import register_dataclass
 
 from d9d.mesh.testing import run_world
-from d9d.parallel import LossSum
+from d9d.parallel import GradientSync, LossSum
 from d9d.parallel.pipeline._derive import derive
 from d9d.parallel.pipeline._executor import Executor
 from d9d.parallel.pipeline._schedule import Schedule
@@ -227,6 +227,16 @@ def test_steps_accumulate_gradients():
     run_world(2, accumulate)
 
 
+def train_side_by_side() -> None:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for schedule in all_schedules():
+        assert train_under(schedule, halves[dist.get_rank() % 2], (4,)) == [4]
+
+
+def test_pipelines_run_side_by_side():
+    run_world(4, train_side_by_side)
+
+
 class Reusing(nn.Module):
     """A stage that returns the same memory for every microbatch."""
 
@@ -382,6 +392,33 @@ def drive_runtimes() -> None:
 
 def test_a_stages_runtime_gathers_once_collects_each_microbatch_and_reduces_after_the_last():
     run_world(2, drive_runtimes)
+
+
+class SyncRuntime(Runtime):
+    """A stage whose gradients `GradientSync` collects."""
+
+    def __init__(self, stage: int, sync: GradientSync, index: int) -> None:
+        super().__init__(stage, [])
+        self.sync, self.index = sync, index
+
+    def weight_gradients(self, *, last: bool):
+        return self.sync.microbatch(self.index, last=last)
+
+
+def collect_gradients() -> None:
+    for schedule in all_schedules():
+        stages = stages_of(schedule, 2, dist.get_rank())
+        sync = GradientSync([list(module.parameters()) for module in stages.values()], grad_dtype=torch.float64)
+        runtimes = {stage: SyncRuntime(stage, sync, index) for index, stage in enumerate(stages)}
+        executor = Executor(stages, schedule, dist.group.WORLD, runtimes=runtimes)
+        for _ in range(2):
+            executor.step(*batch_of(4), loss_of)
+            sync.finish()
+            assert_gradients(stages, Expected.of(2 * schedule.stages_per_rank, 4), f"{schedule}")
+
+
+def test_gradient_sync_collects_what_any_schedule_makes():
+    run_world(2, collect_gradients)
 
 
 def run_a_plain_module() -> None:

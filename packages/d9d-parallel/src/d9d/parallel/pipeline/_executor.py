@@ -40,7 +40,7 @@ class Executor(Generic[In, Shared, Out]):
         group: The pipeline's ranks.
         runtimes: For stages whose parameters are sharded or replicated. Gradients of the others accumulate in ``grad``.
         max_unsharded: How many stages of a rank may be gathered at a time; ``None`` for all of them.
-        device: Where this rank computes; without it, where the parameters are.
+        device: Where this rank computes; without it, where its parameters are, or the CPU if it has none.
 
     Raises:
         ValueError: On every rank, if stages are missing or held twice, or not as many on each rank as the schedule has;
@@ -105,7 +105,7 @@ class Executor(Generic[In, Shared, Out]):
             total.weight.add_(found.weight)
             return found.sum
 
-        self._run(plan, batch, conclude)
+        self.peak_live = self._run(plan, batch, conclude)
         return total
 
     def infer(self, inputs: Sequence[In], shared: Sequence[Shared]) -> list[Out]:
@@ -125,8 +125,11 @@ class Executor(Generic[In, Shared, Out]):
         batch = self._batch(inputs, shared)
         plan = _cached(self._inference_plans, len(inputs), self._plan_inference)
         outputs: dict[int, Out] = {}
-        # A dict's item assignment gives what `conclude` is to give here: nowhere does backward begin.
-        self._run(plan, batch, lambda output, microbatch: outputs.__setitem__(microbatch, output))
+
+        def conclude(output: Out, microbatch: int) -> None:
+            outputs[microbatch] = output
+
+        self._run(plan, batch, conclude)
         return [outputs[microbatch] for microbatch in sorted(outputs)]
 
     def _batch(self, inputs: Sequence[In], shared: Sequence[Shared]) -> Batch:
@@ -151,7 +154,7 @@ class Executor(Generic[In, Shared, Out]):
         complete = derive(program, sharded=self._runtimes.keys(), max_unsharded=self._max_unsharded)
         return Plan(complete, dist.get_rank(self._group))
 
-    def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> None:
+    def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> int:
         step = Step(
             plan,
             stages=self._stages,
@@ -161,7 +164,7 @@ class Executor(Generic[In, Shared, Out]):
             conclude=conclude,
         )
         step.run()
-        self.peak_live = step.peak_live
+        return step.peak_live
 
 
 def _cached(plans: dict[int, Plan], microbatches: int, make: Callable[[int], Plan]) -> Plan:
