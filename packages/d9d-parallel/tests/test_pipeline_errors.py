@@ -43,9 +43,6 @@ class Scale(nn.Module):
                 return {"x": inputs, "other": object()}
         return torch.empty_like(inputs, device="meta")
 
-    def tied_parameters(self):
-        return {}
-
 
 def loss_of(output: Tensor, shared) -> LossSum:
     if shared["fault"] == "loss":
@@ -131,6 +128,8 @@ def test_bad_batches_are_refused_on_every_rank_and_a_good_step_follows():
 class Runtime:
     def __init__(self) -> None:
         self.abandoned = 0
+
+    is_sharded = True
 
     def unshard(self) -> None: ...
     def reshard(self) -> None: ...

@@ -69,9 +69,6 @@ class Part(nn.Module):
         x = torch.empty(*shape, WIDTH, dtype=torch.float64, device="meta")
         return Hidden(x, {"ids": TensorSpec(tuple(shape), torch.int64), "unused": TensorSpec((2,), torch.float64)})
 
-    def tied_parameters(self):
-        return {}
-
 
 def batch_of(microbatches: int, device: str = "cpu"):
     """Microbatches of different shapes (case 3), one of them without any token; the labels of some are ignored."""
@@ -250,9 +247,6 @@ class Reusing(nn.Module):
     def transfer_spec(self, inputs, shared):
         return TensorSpec((4,), torch.float32)
 
-    def tied_parameters(self):
-        return {}
-
 
 class Passing(nn.Module):
     def forward(self, inputs, shared):
@@ -260,9 +254,6 @@ class Passing(nn.Module):
 
     def transfer_spec(self, inputs, shared):
         return inputs
-
-    def tied_parameters(self):
-        return {}
 
 
 def overwrite() -> list[float]:
@@ -314,9 +305,6 @@ class Watched(nn.Module):
     def transfer_spec(self, inputs, shared):
         return TensorSpec((4,), torch.float32)
 
-    def tied_parameters(self):
-        return {}
-
 
 class Saved:
     def __init__(self, tensor: Tensor, microbatch: int) -> None:
@@ -354,6 +342,8 @@ def test_outputs_are_freed_and_as_many_activations_live_as_the_simulator_says():
 
 
 class Runtime:
+    is_sharded = True
+
     def __init__(self, stage: int, events: list[str]) -> None:
         self.stage, self.events = stage, events
 

@@ -151,7 +151,8 @@ class Executor(Generic[In, Shared, Out]):
                 f"the schedule places the stages on the ranks {list(program.rank_of_stage)}, and they were given to "
                 f"{list(self._placement)}: give each rank the stages that Program.stages_of says"
             )
-        complete = derive(program, sharded=self._runtimes.keys(), max_unsharded=self._max_unsharded)
+        sharded = [stage for stage, runtime in self._runtimes.items() if runtime.is_sharded]
+        complete = derive(program, sharded=sharded, max_unsharded=self._max_unsharded)
         return Plan(complete, dist.get_rank(self._group))
 
     def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> int:
