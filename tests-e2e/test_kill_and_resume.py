@@ -8,15 +8,14 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing
 from pathlib import Path
 
 import pretrain
 
 from d9d.ckpt import JobCheckpoints
 from d9d.loop.config import load
-from d9d.mesh.testing import run_world
+from d9d.mesh.testing import Job, run_world, start_job
 
 STEPS = 60
 SAVED_EVERY = 5
@@ -31,30 +30,45 @@ def _log(run: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in lines if line.endswith(b"\n")]
 
 
-@contextmanager
-def _job(script: Path, arguments: list[str], output: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """The example on two ranks; leaving the block kills all of it, wherever it is."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    with (
-        output.open("wb") as stream,
-        subprocess.Popen([*command, script, *arguments], stdout=stream, stderr=stream) as job,
-    ):
-        try:
-            yield job
-        finally:
-            if job.poll() is None:
-                # torchrun puts its workers into sessions of their own
-                workers = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()
-                for process in [job.pid, *map(int, workers)]:
-                    os.kill(process, signal.SIGKILL)
+class Launched:
+    """The example on two ranks under torchrun."""
+
+    def __init__(self, script: Path, arguments: list[str], output: Path) -> None:
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        self._file = output
+        with output.open("wb") as stream:
+            self._process = subprocess.Popen([*command, script, *arguments], stdout=stream, stderr=stream)
+
+    def output(self) -> str:
+        return self._file.read_text()
+
+    def is_running(self) -> bool:
+        return self._process.poll() is None
+
+    def close(self) -> None:
+        if self.is_running():
+            # torchrun puts its workers into sessions of their own
+            children = Path(f"/proc/{self._process.pid}/task/{self._process.pid}/children")
+            for process in [self._process.pid, *map(int, children.read_text().split())]:
+                os.kill(process, signal.SIGKILL)
+        self._process.wait()
+
+    kill = close
+
+    def wait(self) -> int:
+        return self._process.wait(TIMEOUT)
 
 
-def _wait_for_step(run: Path, step: int, job: subprocess.Popen[bytes], output: Path) -> None:
+def _kill_at(step: int, delay: float, run: Path, job: Job | Launched) -> None:
+    """Wait for a step to be logged and a moment more, then kill: anywhere in a step or in a save."""
     deadline = time.monotonic() + TIMEOUT
     while not any(line["step"] >= step for line in _log(run)[-1:]):
-        assert job.poll() is None, output.read_text()
-        assert time.monotonic() < deadline, output.read_text()
+        assert job.is_running(), job.output()
+        assert time.monotonic() < deadline, job.output()
         time.sleep(0.001)
+    time.sleep(delay)
+    assert job.is_running(), job.output()
+    job.kill()
 
 
 def test_a_run_killed_five_times_is_bit_equal_to_one_that_was_not(script: Path, tiny, tmp_path):
@@ -74,14 +88,16 @@ def test_a_run_killed_five_times_is_bit_equal_to_one_that_was_not(script: Path, 
     run_world(2, pretrain.main, config, timeout=TIMEOUT)
 
     moments = random.Random(2)
-    for step in sorted(moments.sample(range(1, STEPS), KILLS)):
-        with _job(script, arguments, output) as job:
-            _wait_for_step(run, step, job, output)
-            time.sleep(moments.uniform(0.0, 0.05))  # anywhere in a step or in a save
-            assert job.poll() is None, output.read_text()
+    *early, last = sorted(moments.sample(range(1, STEPS), KILLS))
+    config = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
+    for step in early:  # forks, since torchrun spends its time on importing torch
+        with start_job(2, pretrain.main, config) as job:
+            _kill_at(step, moments.uniform(0.0, 0.05), run, job)
+    with closing(Launched(script, arguments, output)) as job:
+        _kill_at(last, moments.uniform(0.0, 0.05), run, job)
     logged = _log(run)[-1]["step"]
-    with _job(script, arguments, output) as job:
-        assert job.wait(TIMEOUT) == 0, output.read_text()
+    with closing(Launched(script, arguments, output)) as job:
+        assert job.wait() == 0, job.output()
     # it went on from the last checkpoint, of which nothing is sure if its own step was the last one logged
     resumed = re.search(r"bits per byte on held-out files\n  at step (\d+)", output.read_text())
     assert resumed is not None, output.read_text()

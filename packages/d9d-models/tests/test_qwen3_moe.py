@@ -19,7 +19,7 @@ from d9d.models.qwen3_moe import (
     mapper_from_hugging_face,
     parallelize_qwen3_moe,
 )
-from d9d.parallel import ShardPolicy
+from d9d.parallel import ShardPolicy, StageInfo
 
 CONFIG = Qwen3MoEConfig(
     vocab_size=61,
@@ -147,3 +147,29 @@ def test_the_same_seed_gives_the_same_model_under_every_layout():
     for per_rank in run_world(4, _losses_of, meshes, timeout=300.0):
         for losses in per_rank:
             torch.testing.assert_close(losses, expected, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_stages_are_the_model_cut_in_parts(tied):
+    config = attrs.evolve(CONFIG, num_layers=5, tie_embeddings=tied)
+    with torch.device("meta"):
+        whole = Qwen3MoEForCausalLM(config)
+        stages = [Qwen3MoEForCausalLM(config, StageInfo(i, 3)) for i in range(3)]
+    for module in (whole, *stages):
+        materialize(module, device=torch.device("cpu"), seed=0)
+    if tied:
+        assert [stage.tied_parameters() for stage in stages] == [
+            {"embedding": "embedding.weight"}, {}, {"embedding": "head.weight"}
+        ]  # fmt: skip
+        with torch.no_grad():
+            stages[-1].head.weight.copy_(stages[0].embedding.weight)
+    else:
+        assert not any(stage.tied_parameters() for stage in stages)
+        held = [name for stage in stages for name, _ in stage.named_parameters()]
+        assert sorted(held) == sorted(name for name, _ in whole.named_parameters())
+    tokens = torch.randint(61, (2, 7))
+    shared = CausalLMContext(position_ids=torch.arange(7).expand(2, 7))
+    x = tokens
+    for stage in stages:
+        x = stage(x, shared)
+    assert torch.equal(x.logits, whole(tokens, shared).logits)

@@ -196,15 +196,19 @@ def _join(device: torch.device, timeouts: Timeouts) -> FailureWatch | None:
         dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, timeout=timeouts.collective)
         return None
     store, rank, size = _rendezvous(tuple(map(os.environ.get, _RENDEZVOUS)), timeouts.launch)
+    launch = next(_launches)
     # torch numbers the groups of the next launch from 0 again.
-    store = dist.PrefixStore(f"d9d/{next(_launches)}", store)
+    store = dist.PrefixStore(f"d9d/{launch}", store)
+    # Groups of a bound device are split from the default one, which scales; but torch crashes at a split unless the
+    # default group holds the process's first NCCL communicator (pytorch#192109). Later launches make groups anew.
+    is_bound = device.type == "cuda" and launch == 0
     dist.init_process_group(
         backend,
         store=store,
         rank=rank,
         world_size=size,
         timeout=timeouts.collective,
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if is_bound else None,
     )
     return FailureWatch(store, rank) if size > 1 else None
 

@@ -99,7 +99,7 @@ def sharded_microbatch(module: nn.Module, *, last: bool) -> Generator[None]:
         module: The whole model.
         last: Whether this is the step's last microbatch, after which the optimizer changes the shards.
     """
-    units = [m for m in module.modules() if isinstance(m, FSDPModule) and _GATHERED_FOR_STEP in vars(m)]
+    units = [m for m in module.modules() if isinstance(m, FSDPModule) and is_gathered_for_step(m)]
     for unit in units:
         unit.set_reshard_after_backward(last, recurse=False)
     try:
@@ -154,6 +154,11 @@ def shard_further(
 def is_fully_sharded(parameter: nn.Parameter) -> bool:
     """Whether `fully_shard` owns a parameter that a function of this package laid out, and sums its gradient."""
     return _FULLY_SHARDED in vars(parameter)
+
+
+def is_gathered_for_step(unit: FSDPModule) -> bool:
+    """Whether a unit was laid out to stay gathered for a step."""
+    return _GATHERED_FOR_STEP in vars(unit)
 
 
 def _shard(modules: nn.Module | Sequence[nn.Module], mesh: DeviceMesh, policy: ShardPolicy) -> None:

@@ -36,6 +36,7 @@ class WideSums:
 
         def before_first_forward(*_: object) -> None:
             handle.remove()
+            module.reshard()  # a stage of a pipeline is gathered before its forward
             self._hook_parameters()
 
         # Parameters may be replaced until then; fully_shard's own hook, which gathers them, comes after this one.

@@ -5,7 +5,9 @@ import os
 import socket
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -31,16 +33,51 @@ class JobTimeoutError(TimeoutError):
     """A job did not end in time, and was killed; the message holds what its ranks wrote."""
 
 
-def run_job(size: int, function: Callable[..., object], *args: Any, timeout: float = 300.0) -> list[Ended]:
-    """Run a function in fresh processes that have the environment of a launcher, one a rank, until all have ended.
+class Job:
+    """Ranks that have been started, see `start_job`."""
 
-    Nothing is initialized there, and nothing ends a rank from outside: a failure is the job's own business. The
-    processes are forks of the server that `run_world` uses, so they start in milliseconds, with torch imported.
+    def __init__(self, processes: Sequence[BaseProcess], outputs: Sequence[Path], name: str) -> None:
+        self._processes, self._outputs, self._name = processes, outputs, name
+
+    def output(self) -> str:
+        """What all ranks have written so far."""
+        return "\n".join(f"rank {rank}:\n{output.read_text()}" for rank, output in enumerate(self._outputs))
+
+    def is_running(self) -> bool:
+        """Whether no rank has ended."""
+        return all(process.is_alive() for process in self._processes)
+
+    def kill(self) -> None:
+        """SIGKILL to every rank, wherever it is."""
+        for process in self._processes:
+            process.kill()
+        for process in self._processes:
+            process.join()
+
+    def wait(self, timeout: float) -> list[Ended]:
+        """How each rank ended, by rank, once all have.
+
+        Args:
+            timeout: Seconds after which the job is killed.
+
+        Raises:
+            JobTimeoutError: A rank was still running then.
+        """
+        deadline = time.monotonic() + timeout
+        for process in self._processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+        if running := [rank for rank, process in enumerate(self._processes) if process.is_alive()]:
+            raise JobTimeoutError(f"ranks {running} of {self._name} did not end in {timeout} s\n{self.output()}")
+        return [Ended(process.exitcode or 0, path.read_text()) for process, path in zip(self._processes, self._outputs)]
+
+
+def run_job(size: int, function: Callable[..., object], *args: Any, timeout: float = 300.0) -> list[Ended]:
+    """Run a function as `start_job` does until all ranks have ended.
 
     Args:
-        size: Number of ranks.
-        function: Defined at the top of an importable file.
-        *args: What the function gets, on every rank; picklable.
+        size: As there.
+        function: As there.
+        *args: As there.
         timeout: Seconds after which the job is killed.
 
     Returns:
@@ -48,6 +85,23 @@ def run_job(size: int, function: Callable[..., object], *args: Any, timeout: flo
 
     Raises:
         JobTimeoutError: A rank was still running after ``timeout``.
+    """
+    with start_job(size, function, *args) as job:
+        return job.wait(timeout)
+
+
+@contextmanager
+def start_job(size: int, function: Callable[..., object], *args: Any) -> Generator[Job]:
+    """Start a function in fresh processes that have the environment of a launcher, one a rank.
+
+    Nothing is initialized there, and nothing ends a rank from outside until the block is left, which kills those that
+    are left: a failure is the job's own business. The processes are forks of the server that `run_world` uses, so they
+    start in milliseconds, with torch imported.
+
+    Args:
+        size: Number of ranks.
+        function: Defined at the top of an importable file.
+        *args: What the function gets, on every rank; picklable.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -63,20 +117,13 @@ def run_job(size: int, function: Callable[..., object], *args: Any, timeout: flo
             for rank, output in enumerate(outputs)
         ]
         probe.close()
-        deadline = time.monotonic() + timeout
+        for process in processes:
+            process.start()
+        job = Job(processes, outputs, task.function.name)
         try:
-            for process in processes:
-                process.start()
-            for process in processes:
-                process.join(max(0.0, deadline - time.monotonic()))
-            if running := [rank for rank, process in enumerate(processes) if process.is_alive()]:
-                written = "\n".join(f"rank {rank}:\n{output.read_text()}" for rank, output in enumerate(outputs))
-                raise JobTimeoutError(f"ranks {running} of {task.function.name} did not end in {timeout} s\n{written}")
+            yield job
         finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        return [Ended(process.exitcode or 0, output.read_text()) for process, output in zip(processes, outputs)]
+            job.kill()
 
 
 def _rank(task: Task, rank: int, size: int, port: int, output: str) -> None:

@@ -23,8 +23,8 @@ from ._worker import Outcome, Task, serve
 
 T = TypeVar("T")
 
-PRELOAD = [serve.__module__, "torch.distributed.tensor"]
-"""What the fork server imports, once."""
+PRELOAD = [serve.__module__, "torch.distributed.tensor", "torch._dynamo"]
+"""What the fork server imports, once. Slicing a mesh imports torch._dynamo, which takes as long as torch itself."""
 
 _START_SECONDS = 300.0
 _worlds: dict[int, "_World"] = {}

@@ -49,13 +49,23 @@ class Qwen3MoEConfig:
     max_positions: int = 32_768
     """Longest sequence the model is meant for; only written to Hugging Face's config."""
 
+    @property
+    def head_cost(self) -> float:
+        """What the head costs, in layers: the ratio of the parameters of matrix products that a token meets."""
+        return self.hidden_size * self.vocab_size / self._active_of_a_layer
+
     def flops_per_token(self, sequence: int) -> float:
         """Floating-point operations of one token's forward and backward in a sequence of this length.
 
         6 for each parameter of a matrix product that the token meets (head in, embedding out), and 6 · layers · heads
         · head_dim · sequence for causal attention, counted once; recomputation is not counted.
         """
+        active = self.num_layers * self._active_of_a_layer + self.hidden_size * self.vocab_size
+        return 6.0 * active + 6.0 * self.num_layers * self.num_heads * self.head_dim * sequence
+
+    @property
+    def _active_of_a_layer(self) -> int:
+        """Parameters of a layer's matrix products that a token meets."""
         attention = 2 * self.hidden_size * self.head_dim * (self.num_heads + self.num_kv_heads)
         experts = self.hidden_size * (self.num_experts + 3 * self.top_k * self.expert_size)
-        active = self.num_layers * (attention + experts) + self.hidden_size * self.vocab_size
-        return 6.0 * active + 6.0 * self.num_layers * self.num_heads * self.head_dim * sequence
+        return attention + experts

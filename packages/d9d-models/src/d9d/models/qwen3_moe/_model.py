@@ -3,7 +3,7 @@
 Shapes: B sequences, S tokens of each, H hidden size.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from torch import Tensor, nn
 
@@ -16,9 +16,14 @@ from d9d.attn import (
     RotaryEmbedding,
 )
 from d9d.moe import GroupedSwiGLU, MoELayer, TopKRouter
+from d9d.parallel import StageInfo
+from d9d.parallel.pipeline import distribute_layers
 
 from .._language_modeling import CausalLMContext, CausalLMOutput, LanguageModelingHead, TokenEmbedding
 from ._config import Qwen3MoEConfig
+
+_WHOLE = StageInfo()
+_EMBEDDING = "embedding"
 
 
 class Qwen3MoELayer(nn.Module):
@@ -51,31 +56,48 @@ class Qwen3MoELayer(nn.Module):
 
 
 class Qwen3MoEForCausalLM(nn.Module):
-    """Qwen3-MoE with a language modelling head."""
+    """Qwen3-MoE with a language modelling head, or one stage of it; names are those of the whole.
 
-    def __init__(self, config: Qwen3MoEConfig) -> None:
+    Args:
+        config: The whole model.
+        stage: Which part of it; the first one holds the embedding, the last one norm and head.
+    """
+
+    def __init__(self, config: Qwen3MoEConfig, stage: StageInfo = _WHOLE) -> None:
         super().__init__()
-        self.config = config
-        self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
+        self.config, self.stage = config, stage
+        if stage.is_first:
+            self.embedding = TokenEmbedding(config.vocab_size, config.hidden_size)
         self.rotary = RotaryEmbedding(RotaryConfig(head_dim=config.head_dim, base=config.rope_base))
-        # Keyed by number: a part of the model keeps the names of the whole.
-        self.layers = nn.ModuleDict({str(i): Qwen3MoELayer(config) for i in range(config.num_layers)})
-        self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
-        self.head = LanguageModelingHead(config.hidden_size, config.vocab_size)
-        if config.tie_embeddings:
-            self.head.tie(self.embedding)
+        layers = distribute_layers(config.num_layers, stage.count, last=config.head_cost)[stage.index]
+        self.layers = nn.ModuleDict({str(i): Qwen3MoELayer(config) for i in layers})
+        if stage.is_last:
+            self.norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
+            self.head = LanguageModelingHead(config.hidden_size, config.vocab_size)
+            if config.tie_embeddings and stage.is_first:
+                self.head.tie(self.embedding)
 
     def decoder_layers(self) -> Iterator[Qwen3MoELayer]:
-        """The layers of this model or part of one, in order."""
+        """The layers of this stage, in order."""
         for layer in self.layers.values():
             assert isinstance(layer, Qwen3MoELayer)
             yield layer
 
-    def forward(self, inputs: Tensor, shared: CausalLMContext) -> CausalLMOutput:
-        """Loss or logits of token ids (B, S); see `CausalLMContext`."""
-        x_BSH = self.embedding(inputs)
+    def tied_parameters(self) -> Mapping[str, str]:
+        """The embedding's weight and the head's, where they are one and lie on different stages."""
+        if not self.config.tie_embeddings or self.stage.is_first == self.stage.is_last:
+            return {}
+        return {_EMBEDDING: "embedding.weight" if self.stage.is_first else "head.weight"}
+
+    def forward(self, inputs: Tensor, shared: CausalLMContext) -> Tensor | CausalLMOutput:
+        """Loss or logits, see `CausalLMContext`; of a stage that is not the last, what goes to the next one.
+
+        Args:
+            inputs: Token ids (B, S); on a stage that is not the first, the (B, S, H) of the one before.
+            shared: The same on every stage.
+        """
+        x_BSH = self.embedding(inputs) if self.stage.is_first else inputs
         cos, sin = self.rotary(shared.position_ids)
         for layer in self.decoder_layers():
             x_BSH = layer(x_BSH, cos=cos, sin=sin, mask=shared.mask)
-        output: CausalLMOutput = self.head(self.norm(x_BSH), shared.labels)
-        return output
+        return self.head(self.norm(x_BSH), shared.labels) if self.stage.is_last else x_BSH

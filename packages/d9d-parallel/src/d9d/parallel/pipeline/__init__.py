@@ -1,1 +1,6 @@
-"""Pipeline parallelism: programs as data, a simulator that refuses wrong ones, and an executor."""
+"""Pipeline parallelism: schedules as data, a simulator that proves them, and an executor that runs them."""
+
+from ._layers import distribute_layers
+from ._tied import SupportsTies, TiedParameters
+
+__all__ = ["SupportsTies", "TiedParameters", "distribute_layers"]

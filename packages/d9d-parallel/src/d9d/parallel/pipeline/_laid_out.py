@@ -1,0 +1,129 @@
+"""The executor's view of a stage that functions of this package laid out."""
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from .._fsdp import is_gathered_for_step
+from .._layout import is_laid_out
+from .._sync import GradientSync
+
+
+class LaidOutStage:
+    """Gathers a stage's shards once a step, and sums its gradients over microbatches and ranks.
+
+    What `fully_shard` owns is gathered by `unshard`; its gradients are summed over microbatches in at least fp32, and
+    over ranks by `reduce_gradients`. `GradientSync` sums those of all other parameters, bucket by bucket, while the
+    last microbatch's backward goes on.
+
+    Args:
+        module: The stage, laid out and with its memory.
+        sync: Holds the parameters that `fully_shard` does not own.
+        index: Of this stage in ``sync``.
+
+    Raises:
+        ValueError: A unit of `fully_shard` is not gathered for a step (`ShardPolicy.gathered_for`): it would be freed
+            between the two halves of a backward.
+    """
+
+    def __init__(self, module: nn.Module, sync: GradientSync, index: int) -> None:
+        self._module, self._sync, self._index = module, sync, index
+        self._units = [unit for unit in module.modules() if isinstance(unit, FSDPModule)]
+        if short := [type(unit).__name__ for unit in self._units if not is_gathered_for_step(unit)]:
+            raise ValueError(
+                f"{', '.join(sorted(set(short)))} would be freed before its backward is whole: lay out the stages of a "
+                'pipeline with ShardPolicy(gathered_for="step")'
+            )
+        self._roots = _outermost(self._units)
+        for root in self._roots:
+            _finalize_manually(root)
+        self._sums: dict[nn.Parameter, Tensor] = {}
+        """Of gathered parameters, over the microbatches so far."""
+        self._is_hooked = False
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there is anything to gather."""
+        return bool(self._units)
+
+    def unshard(self) -> None:
+        """Gather the stage's shards, beside what computes now."""
+        self._sums.clear()
+        for unit in self._units:
+            unit.set_reshard_after_backward(False, recurse=False)
+            unit.set_requires_gradient_sync(False, recurse=False)
+            unit.unshard(async_op=self._is_hooked)
+        if not self._is_hooked:
+            # Gathered parameters are the same objects in every step.
+            for parameter in self._module.parameters():
+                if parameter.requires_grad and not is_laid_out(parameter):
+                    parameter.register_post_accumulate_grad_hook(self._collect)
+            self._is_hooked = True
+
+    def reshard(self) -> None:
+        """Free what was gathered."""
+        for unit in self._units:
+            unit.reshard()
+
+    @contextmanager
+    def weight_gradients(self, *, last: bool) -> Generator[None]:
+        """Collect the gradients of one microbatch, whose backward is run in the body.
+
+        Args:
+            last: Whether it is the stage's last one of the step.
+        """
+        with self._sync.microbatch(self._index, last=last):
+            yield
+
+    def reduce_gradients(self) -> None:
+        """Sum what was collected over the ranks that share the stage's parameters."""
+        for parameter, total in self._sums.items():
+            parameter.grad_dtype = None  # the sum may be wider
+            parameter.grad = total
+        self._sums.clear()
+        for unit in self._units:
+            unit.set_requires_gradient_sync(True, recurse=False)
+        for root in self._roots:
+            _finalize_backward(root)
+
+    def _collect(self, parameter: Tensor) -> None:
+        assert isinstance(parameter, nn.Parameter)
+        assert parameter.grad is not None
+        gradient, parameter.grad = parameter.grad, None
+        if parameter in self._sums:
+            self._sums[parameter] += gradient
+        else:
+            self._sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def _outermost(units: Sequence[FSDPModule]) -> list[FSDPModule]:
+    """The units that lie in no other; torch finalizes a backward for each of them."""
+    within = {
+        id(inner) for unit in units if isinstance(unit, nn.Module) for inner in unit.modules() if inner is not unit
+    }
+    return [unit for unit in units if id(unit) not in within]
+
+
+def _finalize_manually(root: FSDPModule) -> None:
+    if hasattr(root, "set_manual_backward_finalization"):
+        root.set_manual_backward_finalization(True)
+    else:
+        root.set_is_last_backward(False)
+
+
+def _finalize_backward(root: FSDPModule) -> None:
+    """Have `fully_shard` reduce the gradients that lie in gathered parameters."""
+    if hasattr(root, "finalize_backward"):
+        root.finalize_backward()
+        return
+    # torch 2.11 has no public way, and does this in its own pipeline.
+    state = root._get_fsdp_state()  # noqa: SLF001
+    root.set_is_last_backward(True)
+    for each in state._state_ctx.all_states:  # noqa: SLF001
+        if each._fsdp_param_group:  # noqa: SLF001
+            each._fsdp_param_group.post_backward()  # noqa: SLF001
+    state._root_post_backward_final_callback()  # noqa: SLF001
+    root.set_is_last_backward(False)
