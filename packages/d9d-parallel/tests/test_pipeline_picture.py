@@ -74,7 +74,9 @@ def test_show(kind, tmp_path, capsys):
 
 
 def test_show_with_settings_and_costs(capsys):
-    command = "show inference --ranks 2 --microbatches 3 --set placement=v --costs forward=1,1,1,2 send=0.5"
+    command = (
+        "show inference --ranks 2 --microbatches 3 --set placement=v stages_per_rank=2 --costs forward=1,1,1,2 send=0.5"
+    )
     assert main(command.split()) == 0
     assert "2 ranks, 4 stages, 3 microbatches: step time 10, bubble 25.0%" in capsys.readouterr().out
 

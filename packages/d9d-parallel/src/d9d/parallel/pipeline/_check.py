@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Iterator
 
-from ._action import COMPUTE, RECEIVES, SENDS, Action, Op
+from ._action import COMPUTE, GATHERS, RECEIVES, SENDS, TRANSFERS, Action, Op
 from ._error import ProgramError
 from ._program import Program
 
@@ -31,7 +31,7 @@ class _RankCheck:
     def __init__(self, program: Program, rank: int, *, training: bool) -> None:
         self._program, self._rank, self._training = program, rank, training
         self._actions = program.actions[rank]
-        self._sharded = {action.stage for action in self._actions if action.op in {Op.UNSHARD, Op.RESHARD}}
+        self._sharded = {action.stage for action in self._actions if action.op in GATHERS}
         self._gathered: set[int] = set()
         self._done: set[Action] = set()
 
@@ -57,11 +57,11 @@ class _RankCheck:
             yield f"{action} belongs on rank {holder!r}, which holds stage {action.stage!r}"
         if action.microbatch is not None and action.microbatch not in range(program.microbatches):
             yield f"{action}: there is no microbatch {action.microbatch!r}, the program has {program.microbatches!r}"
-        if action in self._done and action.op not in {Op.UNSHARD, Op.RESHARD}:
+        if action in self._done and action.op not in GATHERS:
             yield f"{action} runs twice"
         if action.op in COMPUTE:
             yield from self._compute_objections(action)
-        elif action.op in SENDS | RECEIVES:
+        elif action.op in TRANSFERS:
             yield from self._transfer_objections(action)
         else:
             yield from self._stage_objections(action)

@@ -12,9 +12,10 @@ _WAIT = re.compile(r"\d+WAIT_(SEND_F|SEND_B|REDUCE_GRAD)\d*")
 
 
 def to_csv(program: Program) -> str:
-    """Write a program as torch's readers take it.
+    """Write a program in torch's format.
 
-    Write ``program.computations()`` for torch's ``compute_only`` format, from which it derives the rest its own way.
+    Torch reads ``program.computations()`` as its ``compute_only`` format, and derives the rest its own way. To its
+    ``compute_comms`` format late versions add WAIT cells, which a program of ours does not have.
     """
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(program.actions)

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import attrs
 
-from ._action import COMPUTE, RECEIVES, SENDS, Action, Op
+from ._action import COMPUTE, SENDS, TRANSFERS, Action, Op
 from ._check import check
 from ._costs import UNIT_COSTS, Costs
 from ._error import ProgramError
@@ -108,7 +108,7 @@ class _Run:
                     start = max(start, self._arrived[awaited])
                 self._clock[rank] = start + self._costs[action.op][action.stage]
             events.append(Event(action, start, self._clock[rank]))
-            if action.op in SENDS | RECEIVES:
+            if action.op in TRANSFERS:
                 self._post(rank, action)
 
     def _post(self, rank: int, action: Action) -> None:

@@ -40,13 +40,13 @@ class Inference(Schedule):
     kind: ClassVar[str] = "inference"
     placement: Literal["loop", "v"] = "loop"
     """Stages go round the ranks, or down and up again, two per rank."""
-    stages_per_rank: int = attrs.field(
-        default=attrs.Factory(lambda self: 2 if self.placement == "v" else 1, takes_self=True)
-    )
+    stages_per_rank: int = 1
 
     def __attrs_post_init__(self) -> None:
         if self.placement == "v" and self.stages_per_rank != 2:
-            raise ValueError(f"placement 'v' has two stages per rank, got stages_per_rank={self.stages_per_rank!r}")
+            raise ValueError(
+                f"placement='v' has two stages per rank, found stages_per_rank={self.stages_per_rank!r}; set 2"
+            )
 
     def program(self, *, ranks: int, microbatches: int) -> Program:
         """See `inference`."""
