@@ -36,6 +36,7 @@ class Alive(TorchDispatchMode):
         super().__init__()
         self._given = {t.untyped_storage()._cdata for t in given}
         self._made: dict[int, tuple[StorageWeakRef, int]] = {}
+        self.peak = 0.0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
@@ -43,6 +44,7 @@ class Alive(TorchDispatchMode):
             if isinstance(tensor, Tensor) and tensor.untyped_storage()._cdata not in self._given:
                 storage = tensor.untyped_storage()
                 self._made[storage._cdata] = (StorageWeakRef(storage), storage.nbytes())
+        self.peak = max(self.peak, self.elements())
         return out
 
     def elements(self, dtype: torch.dtype = torch.float64) -> float:
@@ -92,6 +94,20 @@ def test_between_the_parts_a_layer_keeps_its_input_and_the_gradient_of_its_outpu
     outlines = blocks * 4  # one number instead of each transposed weight
     assert between == states * positions * hidden + deviations + outlines
     assert after == sum(p.numel() for p in model.parameters())
+
+
+def test_the_input_pass_frees_as_it_goes():
+    layers, states = 10, 12
+    model = nn.Sequential(
+        *[module for _ in range(layers) for module in (nn.Linear(4, 4), nn.Tanh(), nn.GELU())]
+    ).double()
+    x, dy = _random(states, 4, requires_grad=True), _random(states, 4)
+    with Alive(x, dy, *model.parameters()) as alive:
+        y = get_gradient_edge(model(x))
+        before = alive.elements()
+        rest = backward_inputs([y], [dy], [x])[1]
+        assert alive.peak < before + 4 * x.numel()
+        del y, rest
 
 
 def test_weights_cast_for_one_microbatch_are_freed_with_the_input_pass():
