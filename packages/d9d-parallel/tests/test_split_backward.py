@@ -1,10 +1,12 @@
 """Split backward equals plain autograd on random graphs."""
 
 import functools
+import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
@@ -145,6 +147,27 @@ def test_a_split_backward_equals_a_whole_one(program, outputs, inputs, weights, 
         for gradient, wanted in zip(gradients, expected, strict=True):
             assert (gradient is None) == (wanted is None)
             assert gradient is None or torch.equal(gradient, wanted)
+
+
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_weight_used_often_sums_in_the_same_order(changed):
+    """Some gradients reach the weight from the input path, others by way of a transposition or a sum."""
+    uses: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, w: torch.tanh(x @ w),
+        lambda x, w: torch.tanh(x @ w.t()),
+        lambda x, w: torch.tanh(x * Scaled.apply(w, w)[1]),
+    ]
+    for chosen in itertools.product(uses, repeat=4):
+
+        def train(run: Callable, chosen=chosen) -> Tensor:
+            x, w = _leaf(0), _leaf(1)
+            y, used = x, w * 1.5 if changed else w
+            for use in chosen:
+                y = use(y, used)
+            run([y], [_leaf(2, requires_grad=False)], [x])
+            return w.grad
+
+        assert torch.equal(train(_split), train(_plain))
 
 
 def _split(ys: list[Tensor], dys: list[Tensor], xs: list[Tensor]) -> list[Tensor | None]:
