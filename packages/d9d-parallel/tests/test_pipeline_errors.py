@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from d9d.mesh.testing import WorldError, run_world
 from d9d.parallel import LossSum
 from d9d.parallel.pipeline._executor import Executor
+from d9d.parallel.pipeline._program import Program
 from d9d.parallel.pipeline._schedule import Schedule
 from d9d.parallel.pipeline.schedules import LoopedBFS, OneFOneB
 
@@ -41,9 +42,6 @@ class Scale(nn.Module):
             case "spec leaf" if self.stage == 0:
                 return {"x": inputs, "other": object()}
         return torch.empty_like(inputs, device="meta")
-
-    def tied_parameters(self):
-        return {}
 
 
 def loss_of(output: Tensor, shared) -> LossSum:
@@ -130,6 +128,8 @@ def test_bad_batches_are_refused_on_every_rank_and_a_good_step_follows():
 class Runtime:
     def __init__(self) -> None:
         self.abandoned = 0
+
+    is_sharded = True
 
     def unshard(self) -> None: ...
     def reshard(self) -> None: ...
@@ -223,6 +223,26 @@ def refuse_holdings() -> None:
 
 def test_stages_that_do_not_fit_the_schedule_are_refused_on_every_rank():
     run_world(2, refuse_holdings)
+
+
+class EvenOnly(OneFOneB):
+    def program(self, *, ranks: int, microbatches: int) -> Program:
+        if microbatches % 2:
+            raise ValueError(f"microbatches={microbatches!r}: the nearest supported count is {microbatches + 1}")
+        return super().program(ranks=ranks, microbatches=microbatches)
+
+
+def refuse_a_count() -> None:
+    rank = dist.get_rank()
+    stages = {rank: Scale(rank)}
+    executor = Executor(stages, EvenOnly(), dist.group.WORLD)
+    with pytest.raises(ValueError, match="microbatches=3: the nearest supported count is 4"):
+        executor.step(*batch(1, 2, 3), loss_of)
+    check_good_step(executor, stages, 2)
+
+
+def test_a_number_of_microbatches_that_the_schedule_does_not_have_is_refused_on_every_rank():
+    run_world(2, refuse_a_count)
 
 
 def refuse_inference_alone() -> None:

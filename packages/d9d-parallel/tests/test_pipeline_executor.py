@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import register_dataclass
 
 from d9d.mesh.testing import run_world
-from d9d.parallel import LossSum
+from d9d.parallel import GradientSync, LossSum
 from d9d.parallel.pipeline._derive import derive
 from d9d.parallel.pipeline._executor import Executor
 from d9d.parallel.pipeline._schedule import Schedule
@@ -68,9 +68,6 @@ class Part(nn.Module):
         shape = inputs["ids"].shape
         x = torch.empty(*shape, WIDTH, dtype=torch.float64, device="meta")
         return Hidden(x, {"ids": TensorSpec(tuple(shape), torch.int64), "unused": TensorSpec((2,), torch.float64)})
-
-    def tied_parameters(self):
-        return {}
 
 
 def batch_of(microbatches: int, device: str = "cpu"):
@@ -227,6 +224,16 @@ def test_steps_accumulate_gradients():
     run_world(2, accumulate)
 
 
+def train_side_by_side() -> None:
+    halves = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    for schedule in all_schedules():
+        assert train_under(schedule, halves[dist.get_rank() % 2], (4,)) == [4]
+
+
+def test_pipelines_run_side_by_side():
+    run_world(4, train_side_by_side)
+
+
 class Reusing(nn.Module):
     """A stage that returns the same memory for every microbatch."""
 
@@ -240,9 +247,6 @@ class Reusing(nn.Module):
     def transfer_spec(self, inputs, shared):
         return TensorSpec((4,), torch.float32)
 
-    def tied_parameters(self):
-        return {}
-
 
 class Passing(nn.Module):
     def forward(self, inputs, shared):
@@ -250,9 +254,6 @@ class Passing(nn.Module):
 
     def transfer_spec(self, inputs, shared):
         return inputs
-
-    def tied_parameters(self):
-        return {}
 
 
 def overwrite() -> list[float]:
@@ -264,9 +265,9 @@ def overwrite() -> list[float]:
 
 def overwrite_at_home() -> None:
     executor = Executor({0: Reusing(), 1: Passing()}, LoopedBFS(stages_per_rank=2), dist.group.WORLD)
-    executor.infer([torch.zeros(4)], [None])
+    executor.infer([torch.zeros(4)] * 2, [None] * 2)  # reads what it made before it makes more
     with pytest.raises(RuntimeError, match="overwritten before this stage read it") as error:
-        executor.infer([torch.zeros(4)] * 2, [None] * 2)
+        executor.step([torch.zeros(4)] * 2, [None] * 2, lambda out, _: LossSum(out.sum(), torch.tensor(1)))
     assert "F of stage 1, microbatch 0" in error.value.__notes__[0]
 
 
@@ -303,9 +304,6 @@ class Watched(nn.Module):
 
     def transfer_spec(self, inputs, shared):
         return TensorSpec((4,), torch.float32)
-
-    def tied_parameters(self):
-        return {}
 
 
 class Saved:
@@ -344,6 +342,8 @@ def test_outputs_are_freed_and_as_many_activations_live_as_the_simulator_says():
 
 
 class Runtime:
+    is_sharded = True
+
     def __init__(self, stage: int, events: list[str]) -> None:
         self.stage, self.events = stage, events
 
@@ -382,6 +382,33 @@ def drive_runtimes() -> None:
 
 def test_a_stages_runtime_gathers_once_collects_each_microbatch_and_reduces_after_the_last():
     run_world(2, drive_runtimes)
+
+
+class SyncRuntime(Runtime):
+    """A stage whose gradients `GradientSync` collects."""
+
+    def __init__(self, stage: int, sync: GradientSync, index: int) -> None:
+        super().__init__(stage, [])
+        self.sync, self.index = sync, index
+
+    def weight_gradients(self, *, last: bool):
+        return self.sync.microbatch(self.index, last=last)
+
+
+def collect_gradients() -> None:
+    for schedule in all_schedules():
+        stages = stages_of(schedule, 2, dist.get_rank())
+        sync = GradientSync([list(module.parameters()) for module in stages.values()], grad_dtype=torch.float64)
+        runtimes = {stage: SyncRuntime(stage, sync, index) for index, stage in enumerate(stages)}
+        executor = Executor(stages, schedule, dist.group.WORLD, runtimes=runtimes)
+        for _ in range(2):
+            executor.step(*batch_of(4), loss_of)
+            sync.finish()
+            assert_gradients(stages, Expected.of(2 * schedule.stages_per_rank, 4), f"{schedule}")
+
+
+def test_gradient_sync_collects_what_any_schedule_makes():
+    run_world(2, collect_gradients)
 
 
 def run_a_plain_module() -> None:

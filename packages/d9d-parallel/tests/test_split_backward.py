@@ -1,16 +1,19 @@
-"""Split backward against plain autograd: random graphs, what is computed when, what stays alive in between."""
+"""Split backward equals plain autograd on random graphs."""
 
+import functools
+import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import hypothesis.strategies as st
+import pytest
 import torch
 from hypothesis import given, settings
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from d9d.parallel.pipeline._backward import backward, backward_inputs
-
-torch.set_num_threads(1)
+from d9d.parallel.pipeline._join import Branch, join
 
 SIZE = 4
 
@@ -56,6 +59,17 @@ def _rows(a: Tensor, b: Tensor) -> Tensor:
     return torch.stack([third, first, b[0], third])
 
 
+def _joined(a: Tensor, b: Tensor) -> Tensor:
+    with torch.no_grad():
+        outputs = (a * b, a - b)
+    product, _ = join(
+        outputs,
+        Branch(operands=(a,), gradient=lambda dy, b: (dy[0] * b + dy[1],), saved=(b,)),
+        Branch(operands=(b,), gradient=lambda dy, a: (dy[0] * a - dy[1],), saved=(a,)),
+    )
+    return product.tanh_()
+
+
 OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
     "multiply": torch.mul,
@@ -77,11 +91,11 @@ OPERATIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "python function, one output": lambda a, b: torch.tanh(Scaled.apply(a, b)[0]),
     "checkpointed": lambda a, b: torch.tanh(checkpoint(_block, a, b, use_reentrant=False)),
     "embedding": lambda a, b: a + nn.functional.embedding(torch.tensor([3, 0, 0, 1]), b),
+    "joined": _joined,
     "detached": lambda a, b: a.detach() * b,
 }
 
 instructions = st.tuples(st.sampled_from(sorted(OPERATIONS)), st.integers(0, 30), st.integers(0, 30))
-weights_first = st.sampled_from(["x", "w"])
 
 
 def _leaf(seed: int, *, requires_grad: bool = True) -> Tensor:
@@ -89,48 +103,82 @@ def _leaf(seed: int, *, requires_grad: bool = True) -> Tensor:
     return torch.randn(SIZE, SIZE, dtype=torch.float64, generator=generator).requires_grad_(requires_grad)
 
 
-def _evaluate(program: Sequence[tuple[str, int, int]], leaves: list[Tensor], outputs: list[int]) -> list[Tensor]:
-    values = list(leaves)
+def _evaluate(program: Sequence[tuple[str, int, int]], values: list[Tensor], hooked: set[int], calls: Counter) -> None:
+    def scale(at: int, gradient: Tensor) -> Tensor:
+        calls[at] += 1
+        return gradient * 1.5
+
     for name, a, b in program:
-        # the newest values likely, so that graphs are deep
+        # Low numbers are the newest values: hypothesis makes deep graphs then.
         values.append(OPERATIONS[name](values[-1 - a % len(values)], values[-1 - b % len(values)]))
-    found = [values[-1 - o % len(values)] for o in outputs]
-    return [y for y in found if y.requires_grad]
+        if len(values) in hooked and values[-1].requires_grad:
+            values[-1].register_hook(functools.partial(scale, len(values)))
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(
     program=st.lists(instructions, min_size=1, max_size=12),
     outputs=st.lists(st.integers(0, 5), min_size=1, max_size=3),
     inputs=st.integers(0, 3),
     weights=st.lists(st.booleans(), min_size=1, max_size=4),
+    hooked=st.sets(st.integers(0, 18)),
 )
-def test_a_split_backward_equals_a_whole_one(program, outputs, inputs, weights):
-    def gradients(run) -> list[Tensor | None]:
+def test_a_split_backward_equals_a_whole_one(program, outputs, inputs, weights, hooked):
+    def train(run: Callable) -> tuple[list[Tensor | None], Counter]:
+        calls: Counter = Counter()
         parameters = [_leaf(10 + i, requires_grad=trained) for i, trained in enumerate(weights)]
-        found: list[Tensor | None] = []
+        for i, p in enumerate(p for p in parameters if p.requires_grad):
+            p.register_post_accumulate_grad_hook(lambda _, i=i: calls.update([f"accumulated {i}"]))
+        gradients: list[Tensor | None] = []
         for microbatch in range(2):
-            xs = [_leaf(100 * microbatch + i) for i in range(inputs)]
-            ys = _evaluate(program, [*parameters, *xs], outputs)
+            xs = [_leaf(100 + 10 * microbatch + i) for i in range(inputs)]
+            values = [*parameters, *xs]
+            _evaluate(program, values, hooked, calls)
+            ys = [y for o in outputs if (y := values[-1 - o % len(values)]).requires_grad]
             if ys:
-                found += run(ys, [_leaf(1000 + i, requires_grad=False) for i, _ in enumerate(ys)], xs)
+                gradients += run(ys, [_leaf(1000 + i, requires_grad=False) for i, _ in enumerate(ys)], xs)
             assert all(x.grad is None for x in xs)
-        return found + [p.grad for p in parameters]
+        return gradients + [p.grad for p in parameters], calls
 
-    def split(ys, dys, xs):
-        found, rest = backward_inputs(ys, dys, xs)
-        rest.run()
-        return found
+    expected, expected_calls = train(_plain)
+    for run in (backward, _split):
+        gradients, calls = train(run)
+        assert calls == expected_calls
+        for gradient, wanted in zip(gradients, expected, strict=True):
+            assert (gradient is None) == (wanted is None)
+            assert gradient is None or torch.equal(gradient, wanted)
 
-    def plain(ys, dys, xs):
-        torch.autograd.backward(ys, dys)
-        found = [x.grad for x in xs]
-        for x in xs:
-            x.grad = None
-        return found
 
-    expected = gradients(plain)
-    for run in (backward, split):
-        for got, wanted in zip(gradients(run), expected, strict=True):
-            assert (got is None) == (wanted is None)
-            assert got is None or torch.equal(got, wanted)
+@pytest.mark.parametrize("changed", [False, True])
+def test_a_weight_used_often_sums_in_the_same_order(changed):
+    """Some gradients reach the weight from the input path, others by way of a transposition or a sum."""
+    uses: list[Callable[[Tensor, Tensor], Tensor]] = [
+        lambda x, w: torch.tanh(x @ w),
+        lambda x, w: torch.tanh(x @ w.t()),
+        lambda x, w: torch.tanh(x * Scaled.apply(w, w)[1]),
+    ]
+    for chosen in itertools.product(uses, repeat=4):
+
+        def train(run: Callable, chosen=chosen) -> Tensor:
+            x, w = _leaf(0), _leaf(1)
+            y, used = x, w * 1.5 if changed else w
+            for use in chosen:
+                y = use(y, used)
+            run([y], [_leaf(2, requires_grad=False)], [x])
+            return w.grad
+
+        assert torch.equal(train(_split), train(_plain))
+
+
+def _split(ys: list[Tensor], dys: list[Tensor], xs: list[Tensor]) -> list[Tensor | None]:
+    gradients, rest = backward_inputs(ys, dys, xs)
+    rest.run()
+    return gradients
+
+
+def _plain(ys: list[Tensor], dys: list[Tensor], xs: list[Tensor]) -> list[Tensor | None]:
+    torch.autograd.backward(ys, dys)
+    gradients = [x.grad for x in xs]
+    for x in xs:
+        x.grad = None
+    return gradients

@@ -7,6 +7,7 @@ calls these nodes for the missing gradients and lets the engine carry all of the
 """
 
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from typing import TypeAlias
 
@@ -17,8 +18,9 @@ from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
 from ._graph import InputPath, input_path
+from ._order import Addend, sequence
 from ._saved import free_all, free_unread
-from ._weights import Known, Pruned, Source, accumulate
+from ._weights import Pruned, Source, accumulate
 
 Root: TypeAlias = Tensor | GradientEdge
 
@@ -55,17 +57,25 @@ def backward_inputs(
     Returns:
         The gradient of each input, None for one that no output depends on, and the rest of the backward pass.
     """
-    roots = [(_edge(root), gradient) for root, gradient in zip(outputs, gradients, strict=True)]
-    path = input_path((edge.node for edge, _ in roots), inputs)
-    run = _InputPass(path, [Known([root]) for root in roots if root[0].node not in path])
-    roots = [root for root in roots if root[0].node in path]
+    roots = [
+        Addend(_edge(root), _ones(root) if gradient is None else gradient, math.inf)
+        for root, gradient in zip(outputs, gradients, strict=True)
+    ]
+    path = input_path((root.edge.node for root in roots), inputs)
+    run = _InputPass(path, [root for root in roots if root.edge.node not in path])
+    roots = [root for root in roots if root.edge.node in path]
     if not roots:
         return [None for _ in inputs], WeightBackward(run.sources)
 
     hooks = [node.register_hook(functools.partial(run.keep, node)) for node in path.exits]
     try:
-        edges, root_gradients = zip(*roots, strict=True)
-        found = torch.autograd.grad(edges, inputs, root_gradients, retain_graph=True, allow_unused=True)
+        found = torch.autograd.grad(
+            [root.edge for root in roots],
+            inputs,
+            [root.gradient for root in roots],
+            retain_graph=True,
+            allow_unused=True,
+        )
     finally:
         for hook in hooks:
             hook.remove()
@@ -101,9 +111,11 @@ class _InputPass:
     def keep(self, node: Node, computed: Sequence[Tensor | None], incoming: Sequence[Tensor | None]) -> None:
         """Runs after a node of the path that has exits."""
         exits = self.path.exits[node]
-        known = [(edge, computed[index]) for index, edge in exits.items() if computed[index] is not None]
-        if known:
-            self.sources.append(Known(known))
+        self.sources.extend(
+            Addend(edge, gradient, sequence(node))
+            for index, edge in exits.items()
+            if (gradient := computed[index]) is not None
+        )
         missing = {index: edge for index, edge in exits.items() if computed[index] is None}
         if missing and not isinstance(node, BackwardCFunction):
             self.sources.append(Pruned(node, incoming, missing))
@@ -125,3 +137,16 @@ class _InputPass:
 
 def _edge(root: Root) -> GradientEdge:
     return root if isinstance(root, GradientEdge) else get_gradient_edge(root)
+
+
+def _ones(root: Root) -> Tensor:
+    if isinstance(root, Tensor):
+        ones = torch.ones_like(root.detach())
+    else:
+        metadata = root.node._input_metadata[root.output_nr]  # noqa: SLF001  # as torch.autograd.grad does
+        ones = torch.ones(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+    if ones.numel() != 1:
+        raise ValueError(
+            f"an output of shape {tuple(ones.shape)!r} has no gradient (None): only one element can do without"
+        )
+    return ones

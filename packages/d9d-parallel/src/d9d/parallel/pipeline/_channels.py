@@ -5,7 +5,7 @@ apart by the ranks at both ends, and on NCCL, which runs whatever one communicat
 each channel is a process group of its own. Nothing here makes the host wait on CUDA.
 """
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 
 import attrs
@@ -41,7 +41,8 @@ class Channels:
             self._groups = pair_groups(group, pairs, device)
         else:
             self._groups = dict.fromkeys(pairs, group)
-        self._leaving: deque[tuple[Work, Tensor]] = deque()
+        self._leaving: defaultdict[int, deque[tuple[Work, Tensor]]] = defaultdict(deque)
+        """By destination, what has been posted and may not have left."""
 
     def send(self, tensors: Iterable[Tensor], *, to: int) -> None:
         """Post a send of each tensor, without waiting.
@@ -53,14 +54,17 @@ class Channels:
             tensors: Those that the other end receives, in its order.
             to: Rank in the pipeline.
         """
-        self._release_what_has_left()
-        group = self._groups[self._rank, to]
+        group, leaving = self._groups[self._rank, to], self._leaving[to]
+        # NCCL is asked; gloo tells only who waits for it, so there the copies stay until the step is over.
+        while leaving and leaving[0][0].is_completed():
+            # It has left, so this costs nothing; torch too holds the memory until someone has waited.
+            leaving.popleft()[0].wait()
         for tensor in tensors:
             if tensor.numel():
                 message = tensor.detach().clone(memory_format=torch.contiguous_format)
                 work = dist.isend(_bytes_of(message), self._ranks[to], group=group, tag=_TAG)
                 assert work is not None
-                self._leaving.append((work, message))
+                leaving.append((work, message))
 
     def receive(self, specs: Iterable[TensorSpec], *, source: int) -> "Receipt":
         """Post a receive of each tensor, without waiting.
@@ -84,14 +88,10 @@ class Channels:
 
     def finish(self) -> None:
         """Wait until all messages have left; on CUDA the current stream does, and not the host."""
-        while self._leaving:
-            self._leaving[0][0].wait()
-            self._leaving.popleft()
-
-    def _release_what_has_left(self) -> None:
-        # NCCL is asked; gloo tells only who waits for it, so there the copies stay until the step is over.
-        while self._leaving and self._leaving[0][0].is_completed():
-            self._leaving.popleft()
+        for leaving in self._leaving.values():
+            while leaving:
+                leaving[0][0].wait()
+                leaving.popleft()
 
 
 @attrs.frozen

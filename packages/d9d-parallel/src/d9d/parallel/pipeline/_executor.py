@@ -4,14 +4,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
-import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .._loss import LossSum
-from ._action import Op
 from ._agreement import agree
 from ._channels import Channels
 from ._derive import derive
@@ -22,6 +20,7 @@ from ._schedule import Schedule
 from ._stage import Stage, StageRuntime
 from ._step import Batch, Step
 from ._transfers import Transfers
+from .schedules import inference
 
 In = TypeVar("In")
 Shared = TypeVar("Shared")
@@ -41,7 +40,7 @@ class Executor(Generic[In, Shared, Out]):
         group: The pipeline's ranks.
         runtimes: For stages whose parameters are sharded or replicated. Gradients of the others accumulate in ``grad``.
         max_unsharded: How many stages of a rank may be gathered at a time; ``None`` for all of them.
-        device: Where this rank computes; without it, where the parameters are.
+        device: Where this rank computes; without it, where its parameters are, or the CPU if it has none.
 
     Raises:
         ValueError: On every rank, if stages are missing or held twice, or not as many on each rank as the schedule has;
@@ -106,7 +105,7 @@ class Executor(Generic[In, Shared, Out]):
             total.weight.add_(found.weight)
             return found.sum
 
-        self._run(plan, batch, conclude)
+        self.peak_live = self._run(plan, batch, conclude)
         return total
 
     def infer(self, inputs: Sequence[In], shared: Sequence[Shared]) -> list[Out]:
@@ -126,8 +125,11 @@ class Executor(Generic[In, Shared, Out]):
         batch = self._batch(inputs, shared)
         plan = _cached(self._inference_plans, len(inputs), self._plan_inference)
         outputs: dict[int, Out] = {}
-        # A dict's item assignment gives what `conclude` is to give here: nowhere does backward begin.
-        self._run(plan, batch, lambda output, microbatch: outputs.__setitem__(microbatch, output))
+
+        def conclude(output: Out, microbatch: int) -> None:
+            outputs[microbatch] = output
+
+        self._run(plan, batch, conclude)
         return [outputs[microbatch] for microbatch in sorted(outputs)]
 
     def _batch(self, inputs: Sequence[In], shared: Sequence[Shared]) -> Batch:
@@ -141,10 +143,7 @@ class Executor(Generic[In, Shared, Out]):
         return self._plan(program)
 
     def _plan_inference(self, microbatches: int) -> Plan:
-        """The forwards alone, in the schedule's order: what a sequence allows, each part of it allows."""
-        program = self._schedule.program(ranks=dist.get_world_size(self._group), microbatches=microbatches)
-        forwards = tuple(tuple(action for action in row if action.op is Op.F) for row in program.actions)
-        return self._plan(attrs.evolve(program, actions=forwards))
+        return self._plan(inference(rank_of_stage=self._placement, microbatches=microbatches))
 
     def _plan(self, program: Program) -> Plan:
         if program.rank_of_stage != self._placement:
@@ -152,10 +151,11 @@ class Executor(Generic[In, Shared, Out]):
                 f"the schedule places the stages on the ranks {list(program.rank_of_stage)}, and they were given to "
                 f"{list(self._placement)}: give each rank the stages that Program.stages_of says"
             )
-        complete = derive(program, sharded=self._runtimes.keys(), max_unsharded=self._max_unsharded)
+        sharded = [stage for stage, runtime in self._runtimes.items() if runtime.is_sharded]
+        complete = derive(program, sharded=sharded, max_unsharded=self._max_unsharded)
         return Plan(complete, dist.get_rank(self._group))
 
-    def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> None:
+    def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> int:
         step = Step(
             plan,
             stages=self._stages,
@@ -165,7 +165,7 @@ class Executor(Generic[In, Shared, Out]):
             conclude=conclude,
         )
         step.run()
-        self.peak_live = step.peak_live
+        return step.peak_live
 
 
 def _cached(plans: dict[int, Plan], microbatches: int, make: Callable[[int], Plan]) -> Plan:

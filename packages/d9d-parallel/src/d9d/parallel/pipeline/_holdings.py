@@ -51,7 +51,7 @@ def placement_of(
         if holding.unlike_stages and count > 1:
             raise ValueError(
                 f"rank {rank} was given modules that are no Stage (stage: type): {holding.unlike_stages}; in a model "
-                f"of {count} stages each needs forward(inputs, shared), transfer_spec and tied_parameters"
+                f"of {count} stages each needs forward(inputs, shared) and transfer_spec(inputs, shared)"
             )
         if holding.idle_runtimes:
             raise ValueError(

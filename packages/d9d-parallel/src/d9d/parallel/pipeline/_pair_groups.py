@@ -16,7 +16,7 @@ _made: weakref.WeakKeyDictionary[ProcessGroup, dict[Pair, ProcessGroup]] = weakr
 
 
 def pair_groups(group: ProcessGroup, pairs: Iterable[Pair], device: torch.device) -> Mapping[Pair, ProcessGroup]:
-    """Connected NCCL groups, one for each channel of this rank.
+    """Connected groups, one for each channel of this rank.
 
     Every rank of the job makes the groups of every pipeline, in one order, since torch splits them off the job's
     communicator. (Its ``use_local_synchronization`` neither does that nor gives a group one name on both ranks when
@@ -25,14 +25,15 @@ def pair_groups(group: ProcessGroup, pairs: Iterable[Pair], device: torch.device
     Args:
         group: The pipeline's ranks.
         pairs: Source and destination of each channel, as ranks of ``group``; the same on every rank of it.
-        device: Of this rank.
+        device: Of this rank; NCCL connects those of CUDA, gloo others.
     """
+    backend = "nccl" if device.type == "cuda" else "gloo"
     mine = _made.setdefault(group, {})
     ranks = dist.get_process_group_ranks(group)
-    missing = sorted(set(pairs) - mine.keys())
+    missing = sorted(pair for pair in set(pairs) - mine.keys() if dist.get_rank(group) in pair)
     wanted = all_gather_objects([(ranks[source], ranks[destination]) for source, destination in missing])
     for source, destination in sorted({pair for pairs_of_rank in wanted for pair in pairs_of_rank}):
-        made = dist.new_group([source, destination], backend="nccl", group_desc=f"pipeline {source} to {destination}")
+        made = dist.new_group([source, destination], backend=backend, group_desc=f"pipeline {source} to {destination}")
         if isinstance(made, ProcessGroup):  # this rank is one of the two
             _connect(made, source, destination, device)
             mine[ranks.index(source), ranks.index(destination)] = made

@@ -1,7 +1,7 @@
 """Freeing what the nodes of an autograd graph saved in the forward pass."""
 
 import functools
-from collections.abc import Container, Iterator
+from collections.abc import Callable, Container, Iterator
 from typing import Any, Protocol
 
 import torch
@@ -42,14 +42,14 @@ def free_all(node: Node) -> None:
     What the hooks of others packed (activation checkpointing, offloading) cannot be taken back and stays.
     """
     for saved in saved_tensors(node):
-        _free(saved)
+        _repack(saved, _forget, _refuse)
 
 
 def free_unread(node: Node, edges: Container[int]) -> None:
     """Frees what ``node`` does not read if only the gradients of its next ``edges`` are still to be computed."""
     for name, reader in _READER.get(node.name(), {}).items():
         if reader not in edges:
-            _free(getattr(node, f"_raw_saved_{name}"))
+            _repack(getattr(node, f"_raw_saved_{name}"), _outline, _as_packed)
 
 
 @functools.cache
@@ -57,15 +57,23 @@ def _fields(kind: type[Node]) -> tuple[str, ...]:
     return tuple(name for name in dir(kind) if name.startswith("_raw_saved_"))
 
 
-def _free(saved: SavedTensor) -> None:
-    if saved.data is not None and saved.unpack_hook is None:
-        saved.register_hooks(_describe, _stand_in)
+def _repack(saved: SavedTensor, pack: Callable[[Tensor], object], unpack: Callable[[Any], Tensor]) -> None:
+    # Hooks on a saved tensor are the documented way to make a node let go of it; there can be one pair.
+    if saved.unpack_hook is None and saved.data is not None:
+        saved.register_hooks(pack, unpack)
 
 
-def _describe(tensor: Tensor) -> Tensor:
-    # To pack a tensor is the documented way to make a node let go of it. NaN would show up if it were read after all.
-    return tensor.new_full((), torch.nan if tensor.is_floating_point() else 0).expand(tensor.shape)
+def _forget(_: Tensor) -> None:
+    return None
 
 
-def _stand_in(packed: Tensor) -> Tensor:
-    return packed
+def _refuse(_: None) -> Tensor:
+    raise RuntimeError("this tensor was freed by backward_inputs: a graph runs backward once")
+
+
+def _outline(tensor: Tensor) -> Tensor:
+    return tensor.new_full((), torch.nan).expand(tensor.shape)  # NaN, to show if it is read after all
+
+
+def _as_packed(outline: Tensor) -> Tensor:
+    return outline

@@ -1,10 +1,7 @@
 """What the executor asks of a stage, and of what lays out its parameters; by structure."""
 
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
-
-from torch import nn
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Shared_contra = TypeVar("Shared_contra", contravariant=True)
@@ -41,12 +38,13 @@ class Stage(Protocol[In_contra, Shared_contra, Out_co]):
             shared: As in ``forward``.
         """
 
-    def tied_parameters(self) -> Mapping[str, nn.Parameter]:
-        """Parameters that other stages hold too, by a name that all of them use; may be empty."""
-
 
 class StageRuntime(Protocol):
     """Whatever holds a stage's parameters sharded, and sums its gradients: `GradientSync`, ``fully_shard``."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Whether there is anything to gather."""
 
     def unshard(self) -> None:
         """Gather the parameters, before their first use in a step."""

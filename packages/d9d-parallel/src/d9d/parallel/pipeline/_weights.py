@@ -8,21 +8,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-Gradients: TypeAlias = list[tuple[GradientEdge, Tensor | None]]
-
-
-@attrs.frozen
-class Known:
-    """Gradients that exist already, for edges that lead to weights. None for an edge of one element means 1."""
-
-    gradients: Gradients
-
-    @property
-    def edges(self) -> list[GradientEdge]:
-        return [edge for edge, _ in self.gradients]
-
-    def compute(self) -> Gradients:
-        return self.gradients
+from ._order import Addend, in_order, sequence
+from ._saved import saved_tensors
 
 
 @attrs.frozen
@@ -30,41 +17,47 @@ class Pruned:
     """A node of the input path whose gradients for some next edges were left out.
 
     Attributes:
-        node: The node. It still holds what it saved.
+        node: The node. It still holds what these gradients need.
         incoming: The gradients that it received, after all hooks.
-        exits: Next edges without a gradient yet, by index.
+        exits: The next edges, by index.
     """
 
     node: Node
     incoming: Sequence[Tensor | None]
     exits: dict[int, GradientEdge]
 
-    @property
-    def edges(self) -> list[GradientEdge]:
-        return list(self.exits.values())
-
-    def compute(self) -> Gradients:
+    def compute(self) -> list[Addend]:
+        """Computes what was left out, if called where the engine prunes all else."""
         call = cast("Callable[..., Tensor | tuple[Tensor | None, ...] | None]", self.node)
         found = call(*self.incoming)  # without the node's hooks, which ran in the input pass
         gradients = found if isinstance(found, tuple) else (found,)
+        if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+            _check(self.node, gradients)
         return [
-            (edge, _fit(gradient, edge)) for i, edge in self.exits.items() if (gradient := gradients[i]) is not None
+            Addend(edge, _fit(gradient, edge), sequence(self.node))
+            for index, edge in self.exits.items()
+            if (gradient := gradients[index]) is not None
         ]
 
 
-Source: TypeAlias = Known | Pruned
+Source: TypeAlias = Addend | Pruned
 
 
 def accumulate(sources: Sequence[Source]) -> None:
     """Carries the gradients of ``sources``, in the order in which a whole backward pass meets them, to the leaves."""
 
-    def run_groups() -> None:
+    def run() -> None:
         for group in _connected(sources):
-            gradients = [item for source in group for item in source.compute()]
-            if gradients:
-                torch.autograd.backward([edge for edge, _ in gradients], [gradient for _, gradient in gradients])
+            addends = [a for source in group for a in (source.compute() if isinstance(source, Pruned) else [source])]
+            with in_order(addends) as first:
+                if first:
+                    torch.autograd.backward([a.edge for a in first], [a.gradient for a in first])
 
-    _call_with_pruning(run_groups, [edge for source in sources for edge in source.edges])
+    _call_with_pruning(run, [edge for source in sources for edge in _edges(source)])
+
+
+def _edges(source: Source) -> list[GradientEdge]:
+    return list(source.exits.values()) if isinstance(source, Pruned) else [source.edge]
 
 
 def _connected(sources: Sequence[Source]) -> list[list[Source]]:
@@ -76,9 +69,9 @@ def _connected(sources: Sequence[Source]) -> list[list[Source]]:
             leader[index] = index = leader[leader[index]]
         return index
 
-    reached_by: dict[Node, int] = {}
+    reached_by: dict[Node | None, int] = {}
     for index, source in enumerate(sources):
-        stack = [edge.node for edge in source.edges]
+        stack: list[Node | None] = [edge.node for edge in _edges(source)]
         while stack:
             node = stack.pop()
             if node in reached_by:
@@ -86,11 +79,20 @@ def _connected(sources: Sequence[Source]) -> list[list[Source]]:
                 leader[last] = first
             else:
                 reached_by[node] = index
-                stack.extend(child for child, _ in node.next_functions if child is not None)
+                stack.extend(_below(node))
     groups: dict[int, list[Source]] = {}
     for index, source in enumerate(sources):
         groups.setdefault(find(index), []).append(source)
     return list(groups.values())
+
+
+def _below(node: Node | None) -> list[Node | None]:
+    # None stands for what saved tensor hooks of others packed, as a node common to all that hold some:
+    # activation checkpointing recomputes a block once for each run of the engine that asks for it.
+    if node is None:
+        return []
+    packed = any(saved.unpack_hook is not None for saved in saved_tensors(node))
+    return [child for child, _ in node.next_functions if child is not None] + [None] * packed
 
 
 def _call_with_pruning(work: Callable[[], None], wanted: Sequence[GradientEdge]) -> None:
@@ -105,9 +107,17 @@ def _call_with_pruning(work: Callable[[], None], wanted: Sequence[GradientEdge])
         torch.autograd.grad(anchor.clone(), [get_gradient_edge(anchor), *wanted], allow_unused=True)
 
 
+def _check(node: Node, gradients: Sequence[Tensor | None]) -> None:
+    for index, gradient in enumerate(gradients):
+        if gradient is not None and gradient.isnan().any():
+            raise RuntimeError(
+                f"Function {node.name()!r} returned nan values in its {index}th output."
+            )  # as the engine
+
+
 def _fit(gradient: Tensor, edge: GradientEdge) -> Tensor:
     """What the engine does with a gradient between two nodes: sums over broadcast dims, casts."""
-    metadata = edge.node._input_metadata[edge.output_nr]  # noqa: SLF001 (as torch.autograd.grad does)
+    metadata = edge.node._input_metadata[edge.output_nr]  # noqa: SLF001  # as torch.autograd.grad does
     if gradient.shape != metadata.shape:
         gradient = gradient.sum_to_size(metadata.shape)
     return gradient.to(metadata.dtype)

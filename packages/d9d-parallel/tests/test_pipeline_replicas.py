@@ -1,0 +1,99 @@
+"""Every schedule over stages that are replicated or sharded besides, against plain autograd; fp64."""
+
+import attrs
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from d9d.mesh import DistContext, MeshConfig
+from d9d.mesh.testing import run_world
+from d9d.parallel import (
+    GradientSync,
+    LossSum,
+    ShardPolicy,
+    is_fully_sharded,
+    parallelize_fsdp,
+    parallelize_replicate,
+)
+from d9d.parallel.pipeline._executor import Executor
+from d9d.parallel.pipeline._laid_out import LaidOutStage
+from d9d.parallel.pipeline._schedule import Schedule
+from d9d.parallel.pipeline._tree import TensorSpec
+
+MICROBATCHES = 3
+AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None, gathered_for="step")
+
+
+class Block(nn.Module):
+    def __init__(self, stage: int) -> None:
+        super().__init__()
+        torch.manual_seed(stage)
+        self.up = nn.Linear(4, 6, dtype=torch.float64)
+        self.down = nn.Linear(6, 4, dtype=torch.float64)
+
+    def forward(self, x, shared):
+        return x + self.down(torch.tanh(self.up(x)))
+
+    def transfer_spec(self, x, shared):
+        return TensorSpec(tuple(x.shape), torch.float64)
+
+
+def loss_of(x, shared) -> LossSum:
+    return LossSum(x.square().sum(), torch.tensor(len(x)))
+
+
+def expected_gradients(count: int, microbatches) -> list[dict[str, torch.Tensor]]:
+    blocks = [Block(stage) for stage in range(count)]
+    for microbatch in microbatches:
+        x = microbatch
+        for block in blocks:
+            x = block(x, None)
+        loss_of(x, None).sum.backward()
+    return [{name: p.grad for name, p in block.named_parameters()} for block in blocks]
+
+
+def train_all(config: MeshConfig) -> list[str]:
+    context = DistContext.launch(config, "cpu")
+    dense = context.mesh("dense")
+    pp, dp = dense.get_local_rank("pp"), context.mesh("batch").get_local_rank("dp")
+    generator = torch.Generator().manual_seed(0)
+    batch = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2 * MICROBATCHES)]
+    mine = batch[dp * MICROBATCHES : (dp + 1) * MICROBATCHES]
+    ran = []
+    for kind, make in sorted(Schedule.kinds().items()):
+        schedule = make(stages_per_rank=2) if "stages_per_rank" in attrs.fields_dict(make) else make()
+        program = schedule.program(ranks=2, microbatches=MICROBATCHES)
+        if not program.is_training:
+            continue
+        stages = {stage: Block(stage) for stage in program.stages_of(pp)}
+        for block in stages.values():
+            if config.shard > 1:
+                parallelize_fsdp(block, dense["dp_cp_shard"], policy=AS_STORED)
+            else:
+                parallelize_replicate(block, dense["dp_replicate"])
+        rest = [[p for p in block.parameters() if not is_fully_sharded(p)] for block in stages.values()]
+        sync = GradientSync(rest, grad_dtype=torch.float64)
+        runtimes = {stage: LaidOutStage(block, sync, i) for i, (stage, block) in enumerate(stages.items())}
+        executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes)
+        expected = expected_gradients(program.stages, batch)
+        for _ in range(2):  # the second step must not see the first
+            executor.step(mine, [None] * MICROBATCHES, loss_of)
+            if config.shard == 1:
+                sync.finish()
+            for stage, block in stages.items():
+                for name, parameter in block.named_parameters():
+                    assert isinstance(parameter.grad, DTensor)
+                    found = parameter.grad.full_tensor()
+                    what = f"{kind}, stage {stage}, {name}"
+                    torch.testing.assert_close(found, expected[stage][name], rtol=1e-11, atol=1e-13, msg=what)
+            for block in stages.values():
+                block.zero_grad()
+        ran.append(kind)
+    return ran
+
+
+@pytest.mark.parametrize("config", [MeshConfig(pipeline=2, replicate=2), MeshConfig(pipeline=2, shard=2)])
+def test_every_schedule_trains_replicated_and_sharded_stages(config):
+    for ran in run_world(4, train_all, config):
+        assert {"1f1b", "zb-h1", "zbv", "dualpipev"} <= set(ran)
