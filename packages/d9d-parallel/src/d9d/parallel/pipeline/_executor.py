@@ -1,6 +1,8 @@
 """Runs a schedule on the stages of a model."""
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import pairwise
 from typing import Any, Generic, TypeVar
 
@@ -10,16 +12,17 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from .._loss import LossSum
+from ._action import Action
 from ._agreement import agree
 from ._channels import Channels
 from ._derive import derive
+from ._forms import Forms
 from ._holdings import placement_of
 from ._plan import Plan
 from ._program import Program
 from ._schedule import Schedule
-from ._stage import Stage, StageRuntime
+from ._stage import StageRuntime
 from ._step import Batch, Step
-from ._transfers import Transfers
 from .schedules import inference
 
 In = TypeVar("In")
@@ -34,17 +37,17 @@ class Executor(Generic[In, Shared, Out]):
     schedule; on CUDA every pipeline of the job does so at the same time.
 
     Args:
-        stages: This rank's stages, by their number in the whole model. Each is a `Stage`; a model in one stage may be
-            any module that takes one argument.
+        stages: This rank's stages, by their number in the whole model. Each is a `Stage`, or a module that takes one
+            argument, the inputs.
         schedule: Who computes what when, and thereby which rank holds which stage.
         group: The pipeline's ranks.
         runtimes: For stages whose parameters are sharded or replicated. Gradients of the others accumulate in ``grad``.
         max_unsharded: How many stages of a rank may be gathered at a time; ``None`` for all of them.
         device: Where this rank computes; without it, where its parameters are, or the CPU if it has none.
+        timed: Entered around the computation of each F, B, I and W, once what it reads is there: to measure, say.
 
     Raises:
-        ValueError: On every rank, if stages are missing or held twice, or not as many on each rank as the schedule has;
-            or there are several, and one is not a `Stage`.
+        ValueError: On every rank, if stages are missing or held twice, or not as many on each rank as the schedule has.
     """
 
     def __init__(
@@ -56,18 +59,24 @@ class Executor(Generic[In, Shared, Out]):
         runtimes: Mapping[int, StageRuntime] | None = None,
         max_unsharded: int | None = None,
         device: torch.device | None = None,
+        timed: Callable[[Action], AbstractContextManager[None]] | None = None,
     ) -> None:
         self._schedule = schedule
         self._group = group
         self._runtimes = dict(runtimes or {})
         self._max_unsharded = max_unsharded
         self._device = device or _device_of(stages.values())
-        self._stages = {stage: _as_stage(module) for stage, module in stages.items()}
+        self.stages = dict(stages)
+        """This rank's stages, as they were given."""
+        self.ranks = dist.get_world_size(group)
+        """Of the pipeline."""
+        self._calls = {stage: _call_of(module) for stage, module in stages.items()}
+        self._timed = timed or (lambda _: nullcontext())
         self._placement = placement_of(stages, self._runtimes, schedule.stages_per_rank, group)
         there = {(here, after) for here, after in pairwise(self._placement) if here != after}
         back = {(after, here) for here, after in there}
         self._channels = Channels(group, there | back, self._device)
-        self._transfers = Transfers(stages, len(self._placement), group)
+        self._forms = Forms()
         self._training_plans: dict[int, Plan] = {}
         self._inference_plans: dict[int, Plan] = {}
         self.peak_live = 0
@@ -87,8 +96,7 @@ class Executor(Generic[In, Shared, Out]):
 
         Raises:
             ValueError: On every rank, before anything ran: the ranks were given different batches, or none; the
-                schedule does not exist for so many microbatches. Or a stage returned what its ``transfer_spec`` did
-                not say.
+                schedule does not exist for so many microbatches.
             Exception: What a stage or the loss raised; a note names stage and microbatch. Nothing of the step is kept,
                 but gradients that were added to ``grad``. Other ranks wait: have them end, as `DistContext` does.
         """
@@ -134,10 +142,10 @@ class Executor(Generic[In, Shared, Out]):
 
     def _batch(self, inputs: Sequence[In], shared: Sequence[Shared]) -> Batch:
         signatures = agree(inputs, shared, self._group)
-        return Batch(inputs=inputs, shared=shared, transfers=self._transfers.of(signatures, inputs, shared))
+        return Batch(inputs=inputs, shared=shared, kinds=[signature.key for signature in signatures])
 
     def _plan_training(self, microbatches: int) -> Plan:
-        program = self._schedule.program(ranks=dist.get_world_size(self._group), microbatches=microbatches)
+        program = self._schedule.program(ranks=self.ranks, microbatches=microbatches)
         if not program.is_training:
             raise ValueError(f"{self._schedule} has no backward: call infer, or take a schedule that trains")
         return self._plan(program)
@@ -158,10 +166,12 @@ class Executor(Generic[In, Shared, Out]):
     def _run(self, plan: Plan, batch: Batch, conclude: Callable[[Out, int], Tensor | None]) -> int:
         step = Step(
             plan,
-            stages=self._stages,
+            stages=self._calls,
             runtimes=self._runtimes,
             channels=self._channels,
+            forms=self._forms,
             batch=batch,
+            timed=self._timed,
             conclude=conclude,
         )
         step.run()
@@ -174,9 +184,13 @@ def _cached(plans: dict[int, Plan], microbatches: int, make: Callable[[int], Pla
     return plans[microbatches]
 
 
-def _as_stage(module: nn.Module) -> Callable[[Any, Any], Any]:
-    """How to run a module: one that is no `Stage` is a whole model, which knows nothing of ``shared``."""
-    return module if isinstance(module, Stage) else lambda inputs, shared: module(inputs)  # noqa: ARG005
+def _call_of(module: nn.Module) -> Callable[[Any, Any], Any]:
+    """How to run a module: one of one argument gets the inputs alone."""
+    try:
+        inspect.signature(module.forward).bind(None, None)
+    except TypeError:
+        return lambda inputs, shared: module(inputs)  # noqa: ARG005
+    return module
 
 
 def _device_of(modules: Iterable[nn.Module]) -> torch.device:

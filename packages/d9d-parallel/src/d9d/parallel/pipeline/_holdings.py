@@ -8,16 +8,12 @@ from torch.distributed import ProcessGroup
 
 from d9d.mesh import all_gather_objects
 
-from ._stage import Stage
-
 
 @attrs.frozen
 class _Holding:
     """What one rank was given."""
 
     stages: tuple[int, ...]
-    unlike_stages: Mapping[int, str]
-    """Those that are no `Stage`, and what they are."""
     idle_runtimes: tuple[int, ...]
     """Stages that a runtime is for, and that are elsewhere."""
 
@@ -36,8 +32,7 @@ def placement_of(
     Raises:
         ValueError: On every rank, if ranks and stages do not fit; says what each rank was given.
     """
-    unlike = {stage: type(module).__name__ for stage, module in stages.items() if not isinstance(module, Stage)}
-    mine = _Holding(tuple(sorted(stages)), unlike, tuple(sorted(set(runtimes) - stages.keys())))
+    mine = _Holding(tuple(sorted(stages)), tuple(sorted(set(runtimes) - stages.keys())))
     holdings = all_gather_objects(mine, group)
     found = {rank: list(holding.stages) for rank, holding in enumerate(holdings)}
     count = stages_per_rank * len(holdings)
@@ -48,11 +43,6 @@ def placement_of(
             f"{len(holdings)} ranks: give each of the stages 0 to {count - 1} to one rank"
         )
     for rank, holding in enumerate(holdings):
-        if holding.unlike_stages and count > 1:
-            raise ValueError(
-                f"rank {rank} was given modules that are no Stage (stage: type): {holding.unlike_stages}; in a model "
-                f"of {count} stages each needs forward(inputs, shared) and transfer_spec(inputs, shared)"
-            )
         if holding.idle_runtimes:
             raise ValueError(
                 f"rank {rank} was given runtimes of the stages {list(holding.idle_runtimes)}, and holds {found[rank]}"

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from d9d.mesh import all_gather_objects
+from ._groups import groups_of_job
 
 Pair = tuple[int, int]
 
@@ -16,27 +16,23 @@ _made: weakref.WeakKeyDictionary[ProcessGroup, dict[Pair, ProcessGroup]] = weakr
 
 
 def pair_groups(group: ProcessGroup, pairs: Iterable[Pair], device: torch.device) -> Mapping[Pair, ProcessGroup]:
-    """Connected groups, one for each channel of this rank.
-
-    Every rank of the job makes the groups of every pipeline, in one order, since torch splits them off the job's
-    communicator. (Its ``use_local_synchronization`` neither does that nor gives a group one name on both ranks when
-    they have made different numbers of groups before.)
+    """Connected groups, one for each channel of this rank; every rank of the job must call this.
 
     Args:
         group: The pipeline's ranks.
         pairs: Source and destination of each channel, as ranks of ``group``; the same on every rank of it.
         device: Of this rank; NCCL connects those of CUDA, gloo others.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
     mine = _made.setdefault(group, {})
     ranks = dist.get_process_group_ranks(group)
-    missing = sorted(pair for pair in set(pairs) - mine.keys() if dist.get_rank(group) in pair)
-    wanted = all_gather_objects([(ranks[source], ranks[destination]) for source, destination in missing])
-    for source, destination in sorted({pair for pairs_of_rank in wanted for pair in pairs_of_rank}):
-        made = dist.new_group([source, destination], backend=backend, group_desc=f"pipeline {source} to {destination}")
-        if isinstance(made, ProcessGroup):  # this rank is one of the two
-            _connect(made, source, destination, device)
-            mine[ranks.index(source), ranks.index(destination)] = made
+    missing = [pair for pair in set(pairs) - mine.keys() if dist.get_rank(group) in pair]
+    made = groups_of_job(
+        [(ranks[source], ranks[destination]) for source, destination in missing],
+        backend="nccl" if device.type == "cuda" else "gloo",
+    )
+    for (source, destination), channel in sorted(made.items()):
+        _connect(channel, source, destination, device)
+        mine[ranks.index(source), ranks.index(destination)] = channel
     return mine
 
 

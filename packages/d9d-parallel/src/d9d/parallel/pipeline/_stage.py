@@ -1,14 +1,13 @@
 """What the executor asks of a stage, and of what lays out its parameters; by structure."""
 
 from contextlib import AbstractContextManager
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Protocol, TypeVar
 
 In_contra = TypeVar("In_contra", contravariant=True)
 Shared_contra = TypeVar("Shared_contra", contravariant=True)
 Out_co = TypeVar("Out_co", covariant=True)
 
 
-@runtime_checkable
 class Stage(Protocol[In_contra, Shared_contra, Out_co]):
     """A module that is one of the consecutive parts of a model.
 
@@ -25,17 +24,8 @@ class Stage(Protocol[In_contra, Shared_contra, Out_co]):
 
         Returns:
             What the next stage gets, or what the model returns. Every floating tensor of it brings a gradient back,
-            one that nothing used zeros; other tensors do not.
-        """
-
-    def transfer_spec(self, inputs: Any, shared: Shared_contra, /) -> Any:
-        """What leaves this stage, as a tree with a `TensorSpec` or a tensor on meta for each tensor.
-
-        The next rank has to know it before anything arrives, so it follows from what every rank has.
-
-        Args:
-            inputs: What the *model* is given, on every stage; shapes and dtypes count, not values.
-            shared: As in ``forward``.
+            one that nothing used zeros; other tensors do not. For microbatches whose inputs and shared have equal
+            shapes, dtypes and constants it is to look the same: the first of a kind tells the next rank what to expect.
         """
 
 

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from ._action import Action, Op
+from ._awaited import GradientOf, OutputOf
 from ._channels import Channels
+from ._forms import Forms
 from ._handover import Arrival, Handed
 from ._plan import Plan
 from ._stage import StageRuntime
@@ -28,8 +30,8 @@ class Batch:
     """Of the model."""
     shared: Sequence[Any]
     """For every stage."""
-    transfers: Sequence[Mapping[int, TreeForm]]
-    """What leaves each stage but the last."""
+    kinds: Sequence[str]
+    """Equal for microbatches that look the same."""
 
 
 class Step:
@@ -40,9 +42,11 @@ class Step:
         stages: How to run each stage of this rank.
         runtimes: Of the stages that have one.
         channels: To the other ranks.
+        forms: What leaves the stages, as far as it is known.
         batch: What to work on.
         conclude: Called with the model's output and the number of its microbatch, where that is; gives where backward
             begins, if it does.
+        timed: Entered around computations.
     """
 
     def __init__(
@@ -52,19 +56,24 @@ class Step:
         stages: Mapping[int, Callable[[Any, Any], Any]],
         runtimes: Mapping[int, StageRuntime],
         channels: Channels,
+        forms: Forms,
         batch: Batch,
         conclude: Callable[[Any, int], Tensor | None],
+        timed: Callable[[Action], AbstractContextManager[None]],
     ) -> None:
         self._plan = plan
         self._stages = stages
         self._runtimes = runtimes
         self._channels = channels
+        self._forms = forms
         self._batch = batch
         self._conclude = conclude
+        self._timed = timed
         self._visits: dict[Place, Visit] = {}
         self._inputs: dict[Place, Arrival[Tensor]] = {}
         self._gradients: dict[Place, Arrival[Tensor | None]] = {}
         self._leaving_outputs: dict[Place, Sequence[Tensor]] = {}
+        self._unannounced: dict[Place, TreeForm] = {}
         self._leaving_gradients: dict[Place, Sequence[Tensor]] = {}
         self.peak_live = 0
         """The most visits that were alive at a time."""
@@ -84,6 +93,7 @@ class Step:
                     raise
             self._channels.finish()
         except BaseException:
+            self._channels.abandon()
             for runtime in self._runtimes.values():
                 runtime.abandon()
             raise
@@ -94,27 +104,32 @@ class Step:
         place = stage, microbatch
         match action.op:
             case Op.F:
-                self._forward(stage, microbatch)
+                self._forward(action, stage, microbatch)
             case Op.B:
-                with self._weight_gradients(action):
-                    gradients = self._visits.pop(place).backward(self._gradients.pop(place).take())
+                given = self._gradients.pop(place).take()
+                with self._timed(action), self._weight_gradients(action):
+                    gradients = self._visits.pop(place).backward(given)
                 self._hand_back(stage, microbatch, gradients)
             case Op.I:
-                gradients = self._visits[place].backward_inputs(self._gradients.pop(place).take())
+                given = self._gradients.pop(place).take()
+                with self._timed(action):
+                    gradients = self._visits[place].backward_inputs(given)
                 self._hand_back(stage, microbatch, gradients)
             case Op.W:
-                with self._weight_gradients(action):
+                with self._timed(action), self._weight_gradients(action):
                     self._visits.pop(place).backward_weights()
             case Op.SEND_F:
+                if form := self._unannounced.pop(place, None):
+                    self._channels.announce(form, to=self._plan.peer(action))
                 self._channels.send(self._leaving_outputs.pop(place), to=self._plan.peer(action))
             case Op.RECV_F:
-                specs = self._form_before(stage, microbatch).tensors
-                self._inputs[place] = self._channels.receive(specs, source=self._plan.peer(action))
+                output = OutputOf(self._forms, stage - 1, self._batch.kinds[microbatch])
+                self._inputs[place] = self._channels.receive(output, source=self._plan.peer(action))
             case Op.SEND_B:
                 self._channels.send(self._leaving_gradients.pop(place), to=self._plan.peer(action))
             case Op.RECV_B:
-                specs = self._form_after(stage, microbatch).carriers
-                self._gradients[place] = self._channels.receive(specs, source=self._plan.peer(action))
+                gradient = GradientOf(self._forms, stage, self._batch.kinds[microbatch])
+                self._gradients[place] = self._channels.receive(gradient, source=self._plan.peer(action))
             case Op.UNSHARD:
                 self._runtimes[stage].unshard()
             case Op.RESHARD:
@@ -125,10 +140,10 @@ class Step:
             case _:
                 assert_never(action.op)
 
-    def _forward(self, stage: int, microbatch: int) -> None:
+    def _forward(self, action: Action, stage: int, microbatch: int) -> None:
         training = self._plan.is_training
         tree, carriers = self._read(stage, microbatch)
-        with torch.set_grad_enabled(training):
+        with torch.set_grad_enabled(training), self._timed(action):
             output = self._stages[stage](tree, self._batch.shared[microbatch])
             if stage == self._plan.last_stage:
                 outputs = self._end(microbatch, output)
@@ -142,8 +157,8 @@ class Step:
         """What a stage is given, and the tensors of it that bring gradients back."""
         if stage == 0:
             return self._batch.inputs[microbatch], []
-        form = self._form_before(stage, microbatch)
         tensors = self._inputs.pop((stage, microbatch)).take()
+        form = self._form_before(stage, microbatch)
         carriers = form.carriers_of(tensors) if self._plan.is_training else []
         for tensor in carriers:
             tensor.requires_grad_()
@@ -159,16 +174,16 @@ class Step:
 
     def _hand_on(self, stage: int, microbatch: int, output: Any) -> Sequence[Tensor]:
         """Have the next stage get an output; returns the tensors of it that get gradients."""
-        form = self._form_after(stage, microbatch)
-        if difference := TreeForm.of(output).difference(form):
-            raise ValueError(
-                f"stage {stage} returned for microbatch {microbatch} what its transfer_spec did not say: {difference}"
-            )
+        form, kind = TreeForm.of(output), self._batch.kinds[microbatch]
+        is_new = self._forms.get(stage, kind) is None
+        self._forms.learn(stage, kind, form)
         tensors = tensors_in(output)
         if self._plan.is_here(stage + 1):
             self._inputs[stage + 1, microbatch] = Handed([tensor.detach() for tensor in tensors])
         else:
             self._leaving_outputs[stage, microbatch] = tensors
+            if is_new:
+                self._unannounced[stage, microbatch] = form
         return form.carriers_of(tensors)
 
     def _hand_back(self, stage: int, microbatch: int, gradients: Sequence[Tensor | None]) -> None:
@@ -184,10 +199,9 @@ class Step:
             ]
 
     def _form_before(self, stage: int, microbatch: int) -> TreeForm:
-        return self._batch.transfers[microbatch][stage - 1]
-
-    def _form_after(self, stage: int, microbatch: int) -> TreeForm:
-        return self._batch.transfers[microbatch][stage]
+        form = self._forms.get(stage - 1, self._batch.kinds[microbatch])
+        assert form is not None, "it has arrived"
+        return form
 
     def _weight_gradients(self, action: Action) -> AbstractContextManager[None]:
         if action.stage not in self._runtimes:
