@@ -88,10 +88,8 @@ class TreeForm:
             return None
         if self.structure != expected.structure:
             return f"its structure is {self.structure}, and not {expected.structure}"
-        for name, mine, theirs in zip(self._names(), self.leaves, expected.leaves):
-            if mine != theirs:
-                return f"{name or 'it'} is {_in_words(mine)}, and not {_in_words(theirs)}"
-        return None  # equal numbers of different types, such as 1 and True
+        pairs = zip(self._names(), self.leaves, expected.leaves)
+        return next(f"{n or 'it'} is {_in_words(a)}, and not {_in_words(b)}" for n, a, b in pairs if a != b)
 
     def _names(self) -> Sequence[str]:
         """Where each leaf is: "['ids']", ".hidden[0]"; empty if it is the whole tree."""
