@@ -7,11 +7,26 @@ import torch
 import torch.distributed as dist
 
 from d9d.mesh.testing import run_world
+from d9d.parallel.pipeline._awaited import GradientOf, OutputOf
 from d9d.parallel.pipeline._channels import Channels
+from d9d.parallel.pipeline._forms import Forms
 from d9d.parallel.pipeline._pair_groups import pair_groups
-from d9d.parallel.pipeline._tree import TensorSpec
+from d9d.parallel.pipeline._tree import TensorSpec, TreeForm, tensors_in
 
 CPU = torch.device("cpu")
+
+
+class Known:
+    """What one need not be told of."""
+
+    def __init__(self, specs) -> None:
+        self._specs = specs
+
+    def specs(self):
+        return self._specs
+
+    def learn(self, form) -> None:
+        raise AssertionError(form)
 
 
 def exchange() -> list[str]:
@@ -33,7 +48,7 @@ def exchange() -> list[str]:
     for _ in range(2):
         channels.send([torch.full((3,), float(rank))], to=1 - rank)
     first, second, third = (
-        channels.receive(s, source=1 - rank) for s in (specs, *[[TensorSpec((3,), torch.float32)]] * 2)
+        channels.receive(Known(s), source=1 - rank) for s in (specs, *[[TensorSpec((3,), torch.float32)]] * 2)
     )
     for found, tensor in zip(first.take(), tensors):
         assert found.dtype == tensor.dtype
@@ -47,6 +62,30 @@ def exchange() -> list[str]:
 def test_messages_arrive_as_they_were_when_they_were_sent():
     """Case 44."""
     assert run_world(2, exchange)[0][0] == "float64 (2, 3)"
+
+
+def announce() -> None:
+    """What is not known is announced; what comes after it waits, and so does a gradient whose tensor is not made."""
+    rank = dist.get_rank()
+    channels = Channels(dist.group.WORLD, [(0, 1), (1, 0)], CPU)
+    forms = Forms()
+    tree = {"a": torch.ones(3), "b": (torch.tensor(2), "constant")}
+    first, second = (channels.receive(OutputOf(forms, 4, "kind"), source=1 - rank) for _ in range(2))
+    gradient = channels.receive(GradientOf(forms, 5, "kind"), source=1 - rank)
+    channels.announce(TreeForm.of(tree), to=1 - rank)
+    for factor in (1, 2):
+        channels.send([factor * tensor for tensor in tensors_in(tree)], to=1 - rank)
+    channels.send([torch.full((7,), 5.0)], to=1 - rank)
+    assert [tensor.tolist() for tensor in second.take()] == [[2.0] * 3, 4]
+    assert [tensor.tolist() for tensor in first.take()] == [[1.0] * 3, 2]
+    assert forms.get(4, "kind") == TreeForm.of(tree)
+    forms.learn(5, "kind", TreeForm.of([torch.zeros(7), torch.tensor(1)]))  # the integer has no gradient
+    assert [tensor.tolist() for tensor in gradient.take()] == [[5.0] * 7]
+    channels.finish()
+
+
+def test_the_first_message_of_a_kind_is_announced_and_keeps_its_place():
+    run_world(2, announce)
 
 
 def connect() -> None:

@@ -24,24 +24,15 @@ class Scale(nn.Module):
         super().__init__()
         self.stage = stage
         self.weight = nn.Parameter(torch.full((3,), 2.0 + stage, dtype=torch.float64))
+        self.instead = lambda output: output
 
     def forward(self, inputs: Tensor, shared):
         match shared["fault"]:
             case "raise" if self.stage == 1:
                 raise ArithmeticError("no such number")
-            case "shape" if self.stage == 0:
-                return (inputs * self.weight)[:1]
-            case "structure" if self.stage == 0:
-                return [inputs * self.weight]
-        return inputs * self.weight
-
-    def transfer_spec(self, inputs, shared):
-        match shared["fault"]:
-            case "spec raises" if self.stage == 0:
-                raise KeyError("hidden")
-            case "spec leaf" if self.stage == 0:
-                return {"x": inputs, "other": object()}
-        return torch.empty_like(inputs, device="meta")
+            case "leaf" if self.stage == 0:
+                return [inputs * self.weight, object()]
+        return self.instead(inputs * self.weight)
 
 
 def loss_of(output: Tensor, shared) -> LossSum:
@@ -93,16 +84,6 @@ BAD = {
         ValueError,
         r"on rank 1, shared: \['fault'\] is 'none', and not '' as on rank 0",
     ),
-    "spec raises": (
-        dict.fromkeys((0, 1), batch(2, 5, fault="spec raises")),
-        RuntimeError,
-        r"(?s)on rank 0 of the pipeline, microbatch 0: transfer_spec of stage 0 failed:.*KeyError: 'hidden'",
-    ),
-    "spec of something else": (
-        dict.fromkeys((0, 1), batch(2, 5, fault="spec leaf")),
-        RuntimeError,
-        r"stage 0 has a leaf that cannot travel: \['other'\] is an object of builtins.object; make it a tensor",
-    ),
 }
 
 
@@ -147,6 +128,8 @@ def fail_inside() -> None:
     runtimes = {0: Runtime(), 1: Runtime()}
     executor = Executor(stages, LoopedBFS(stages_per_rank=2), dist.group.WORLD, runtimes=runtimes)
 
+    check_good_step(executor, stages, 2)
+
     def refuse(fault: str, kind: type[Exception], message: str, note: str) -> None:
         inputs, shared = batch(2, 5, 2)
         shared[1]["fault"] = fault
@@ -158,20 +141,13 @@ def fail_inside() -> None:
 
     refuse("raise", ArithmeticError, "no such number", "F of stage 1, microbatch 1")
     refuse(
-        "shape",
-        ValueError,
-        r"stage 0 returned for microbatch 1 what its transfer_spec did not say: it is float64 \(1, 3\), and not "
-        r"float64 \(5, 3\)",
-        "F of stage 0, microbatch 1",
-    )
-    refuse(
-        "structure",
-        ValueError,
-        "did not say: its structure is",
+        "leaf",
+        TypeError,
+        r"stage 0 returned what cannot travel: \[1\] is an object of builtins.object",
         "F of stage 0, microbatch 1",
     )
     refuse("loss", TypeError, "the loss returned tensor.*: return a LossSum", "F of stage 1, microbatch 1")
-    assert [runtime.abandoned for runtime in runtimes.values()] == [4, 4]
+    assert [runtime.abandoned for runtime in runtimes.values()] == [3, 3]
 
     def stop(_: Tensor) -> None:
         raise FloatingPointError("stop here")
@@ -182,6 +158,26 @@ def fail_inside() -> None:
     assert "B of stage 0, microbatch 0" in error.value.__notes__[0]
     hook.remove()
     check_good_step(executor, stages, 2)
+
+
+def return_something_else() -> None:
+    stages = {0: Scale(0), 1: Scale(1)}
+    executor = Executor(stages, LoopedBFS(stages_per_rank=2), dist.group.WORLD)
+    executor.step(*batch(2, 5), loss_of)
+    for instead, message in (
+        (lambda output: output[:1], r"it is float64 \(1, 3\), and not float64 \(2, 3\)"),
+        (lambda output: [output], "its structure is"),
+    ):
+        stages[0].instead = instead
+        with pytest.raises(ValueError, match=f"stage 0 returned something else .* look the same: {message}") as error:
+            executor.step(*batch(2, 5), loss_of)
+        assert "in F of stage 0, microbatch 0" in error.value.__notes__[0]
+        stages[0].instead = lambda output: output
+        check_good_step(executor, stages, 2)
+
+
+def test_a_stage_that_does_not_return_what_others_await_is_refused():
+    run_world(1, return_something_else)
 
 
 def test_what_fails_inside_a_stage_names_it_and_its_microbatch_and_a_good_step_follows():
@@ -211,10 +207,6 @@ def refuse_holdings() -> None:
     refused({0: Scale(0)}, r"the ranks were given the stages \{0: \[0\], 1: \[0\]\}.*give each of the stages 0 to 1")
     refused({rank: Scale(rank)}, "the schedule has 2 on each of 2 ranks", schedule=LoopedBFS(stages_per_rank=2))
     refused({0: Scale(0)} if rank == 0 else {}, r"1: \[\]")
-    refused(
-        {0: Scale(0)} if rank == 0 else {1: nn.Linear(3, 3)},
-        r"rank 1 was given modules that are no Stage \(stage: type\): \{1: 'Linear'\}",
-    )
     refused({rank: Scale(rank)}, r"rank 0 was given runtimes of the stages \[1\], and holds \[0\]", runtimes={1: None})
     swapped = Executor({1 - rank: Scale(1 - rank)}, OneFOneB(), group)
     with pytest.raises(ValueError, match=r"places the stages on the ranks \[0, 1\], and they were given to \[1, 0\]"):

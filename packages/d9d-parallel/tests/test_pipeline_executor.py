@@ -21,7 +21,6 @@ from d9d.parallel.pipeline._derive import derive
 from d9d.parallel.pipeline._executor import Executor
 from d9d.parallel.pipeline._schedule import Schedule
 from d9d.parallel.pipeline._simulate import simulate
-from d9d.parallel.pipeline._tree import TensorSpec
 from d9d.parallel.pipeline.schedules import GPipe, LoopedBFS, OneFOneB
 
 VOCABULARY, WIDTH = 5, 3
@@ -63,11 +62,6 @@ class Part(nn.Module):
         if self.is_last:
             return self.head(x)
         return Hidden(x, {"ids": (ids + 1) % VOCABULARY, "unused": self.unread * 2})
-
-    def transfer_spec(self, inputs, shared):
-        shape = inputs["ids"].shape
-        x = torch.empty(*shape, WIDTH, dtype=torch.float64, device="meta")
-        return Hidden(x, {"ids": TensorSpec(tuple(shape), torch.int64), "unused": TensorSpec((2,), torch.float64)})
 
 
 def batch_of(microbatches: int, device: str = "cpu"):
@@ -244,16 +238,10 @@ class Reusing(nn.Module):
     def forward(self, inputs, shared):
         return self.memory.copy_(inputs + 1)
 
-    def transfer_spec(self, inputs, shared):
-        return TensorSpec((4,), torch.float32)
-
 
 class Passing(nn.Module):
     def forward(self, inputs, shared):
         return inputs.clone()
-
-    def transfer_spec(self, inputs, shared):
-        return inputs
 
 
 def overwrite() -> list[float]:
@@ -301,9 +289,6 @@ class Watched(nn.Module):
         saved = Saved(tensor, microbatch)
         self.saved.add(saved)
         return saved
-
-    def transfer_spec(self, inputs, shared):
-        return TensorSpec((4,), torch.float32)
 
 
 class Saved:

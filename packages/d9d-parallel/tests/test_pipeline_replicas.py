@@ -19,7 +19,6 @@ from d9d.parallel import (
 from d9d.parallel.pipeline._executor import Executor
 from d9d.parallel.pipeline._laid_out import LaidOutStage
 from d9d.parallel.pipeline._schedule import Schedule
-from d9d.parallel.pipeline._tree import TensorSpec
 
 MICROBATCHES = 3
 AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None, gathered_for="step")
@@ -34,9 +33,6 @@ class Block(nn.Module):
 
     def forward(self, x, shared):
         return x + self.down(torch.tanh(self.up(x)))
-
-    def transfer_spec(self, x, shared):
-        return TensorSpec(tuple(x.shape), torch.float64)
 
 
 def loss_of(x, shared) -> LossSum:
@@ -74,7 +70,10 @@ def train_all(config: MeshConfig) -> list[str]:
                 parallelize_replicate(block, dense["dp_replicate"])
         rest = [[p for p in block.parameters() if not is_fully_sharded(p)] for block in stages.values()]
         sync = GradientSync(rest, grad_dtype=torch.float64)
-        runtimes = {stage: LaidOutStage(block, sync, i) for i, (stage, block) in enumerate(stages.items())}
+        runtimes = {
+            stage: LaidOutStage(block, sync, i, splits_backward=program.splits_backward)
+            for i, (stage, block) in enumerate(stages.items())
+        }
         executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes)
         expected = expected_gradients(program.stages, batch)
         for _ in range(2):  # the second step must not see the first
