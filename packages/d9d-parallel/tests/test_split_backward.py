@@ -115,7 +115,7 @@ def _evaluate(program: Sequence[tuple[str, int, int]], values: list[Tensor], hoo
             values[-1].register_hook(functools.partial(scale, len(values)))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
     program=st.lists(instructions, min_size=1, max_size=12),
     outputs=st.lists(st.integers(0, 5), min_size=1, max_size=3),

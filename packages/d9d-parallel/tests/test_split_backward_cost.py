@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
@@ -13,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
+from d9d.mesh import DistContext, MeshConfig
+from d9d.mesh.testing import run_world
+from d9d.parallel import GradientSync, parallelize_replicate
 from d9d.parallel.pipeline._backward import backward, backward_inputs
 from d9d.parallel.pipeline._join import Branch, join
 
@@ -309,6 +313,60 @@ def test_anomaly_mode_finds_nan_in_either_part(weight_only):
                 w[0] = torch.nan
         with pytest.raises(RuntimeError, match="'MulBackward0' returned nan values"):
             (rest or backward_inputs([x * w], [dy], [x])[1]).run()
+
+
+def _replicated() -> None:
+    def train(run: Callable[[Tensor, Tensor, Tensor], None]) -> list[Tensor]:
+        torch.manual_seed(0)
+        model = _stack(1, 4)
+        parallelize_replicate(model, DistContext.launch(MeshConfig(replicate=2), "cpu").mesh("dense")["dp_replicate"])
+        sync = GradientSync([list(model.parameters())], grad_dtype=torch.float64)
+        torch.manual_seed(dist.get_rank())
+        for microbatch in range(2):
+            x, dy = _random(1, 3, 4, requires_grad=True), _random(1, 3, 4)
+            with torch.autograd.detect_anomaly(), sync.microbatch(0, last=microbatch == 1):
+                run(model(x), dy, x)
+        sync.finish()
+        return [p.grad.full_tensor() for p in model.parameters()]
+
+    whole = train(lambda y, dy, x: backward([y], [dy], [x]))
+    split = train(lambda y, dy, x: backward_inputs([y], [dy], [x])[1].run())
+    assert all(torch.equal(a, b) for a, b in zip(split, whole, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection has been enabled")
+def test_parameters_that_are_laid_out_are_synchronized_in_the_weight_pass_also_in_anomaly_mode():
+    """Case 19."""
+    run_world(2, _replicated)
+
+
+@pytest.mark.gpu
+def test_on_cuda_the_parts_neither_wait_nor_keep_more():
+    model = _stack(4, 64).cuda()
+    x, dy = _random(8, 128, 64).cuda().requires_grad_(), _random(8, 128, 64).cuda()
+    gradients, kept = [], []
+    for split in (True, False, True):  # the first run also sets up libraries
+        model.zero_grad()
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            y = get_gradient_edge(model(x))
+            if split:
+                (dx,), rest = backward_inputs([y], [dy], [x])
+                del y
+                kept.append((torch.cuda.memory_allocated() - before) / x.nbytes)
+                rest.run()
+            else:
+                (dx,) = backward([y], [dy], [x])
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        gradients.append([dx, *[p.grad for p in model.parameters()]])
+        del dx
+    # 20 hidden states per block and the gradient of the input; 4 numbers per position and small change
+    assert 4 * 20 - 2 <= kept[-1] <= 4 * 21
+    for a, b in zip(*gradients[1:], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
 
 
 def test_an_error_in_a_hook_comes_through_and_leaves_no_hook_behind():

@@ -52,10 +52,20 @@ def backward_inputs(
 ) -> tuple[list[Tensor | None], "WeightBackward"]:
     """Computes the gradients of the inputs and frees what was saved for nothing else.
 
-    The arguments are those of `backward`. The forward pass needs no preparation.
+    The forward pass needs no preparation. A Python function computes its weight gradients now, because the engine
+    cannot leave them out; `join` splits it. A checkpointed block is recomputed in each part. What saved tensor hooks
+    packed, and what a Python function holds as attributes, stays until the rest has run.
+
+    Args:
+        outputs: As in `backward`.
+        gradients: As in `backward`. The rest may read them too: do not overwrite them before it has run.
+        inputs: As in `backward`.
 
     Returns:
         The gradient of each input, None for one that no output depends on, and the rest of the backward pass.
+
+    Raises:
+        ValueError: If an output of several elements has no gradient.
     """
     roots = [
         Addend(_edge(root), _ones(root) if gradient is None else gradient, math.inf)
@@ -103,6 +113,8 @@ class WeightBackward:
 
 @attrs.frozen
 class _InputPass:
+    """What an input pass leaves behind while it runs."""
+
     path: InputPath
     sources: list[Source]
     kept: set[Node] = attrs.field(factory=set, init=False)

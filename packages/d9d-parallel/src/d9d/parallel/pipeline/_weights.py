@@ -1,4 +1,7 @@
-"""The weight pass: from the nodes that an input pass kept to the leaves."""
+"""The weight pass: from the nodes that an input pass kept to the leaves.
+
+It goes group by group: the gradients of one are in ``.grad``, and their hooks have run, before those of the next exist.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias, cast
