@@ -116,7 +116,7 @@ class Channels:
     def _announced(self, source: int) -> TreeForm:
         [length] = self._post([TensorSpec((1,), torch.int64)], source).take()
         [message] = self._post([TensorSpec((int(length),), torch.uint8)], source).take()
-        form: TreeForm = pickle.loads(message.cpu().numpy().tobytes())  # noqa: S301 - from another rank of this job
+        form: TreeForm = pickle.loads(bytes(message.tolist()))  # noqa: S301 - from another rank of this job
         return form
 
     def zeros(self, spec: TensorSpec) -> Tensor:
