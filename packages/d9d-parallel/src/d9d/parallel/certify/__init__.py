@@ -11,6 +11,7 @@ from ._layout_result import Failure, LayoutResult
 from ._loop import GradientDescent, default_loop
 from ._meshes import every_mesh, parse_mesh
 from ._protocols import Loop, Step, StepResult
+from ._staged import Staged
 
 __all__ = [
     "Certificate",
@@ -21,6 +22,7 @@ __all__ = [
     "LayoutResult",
     "Loop",
     "Quantity",
+    "Staged",
     "Step",
     "StepResult",
     "certify",
