@@ -40,7 +40,7 @@ def test() -> None:
 
 
 def bench() -> None:
-    """Train the card on one GPU and, under several layouts, on all of them; measure GradientSync's overhead."""
+    """Train the card on one GPU and, under several layouts, on all of them; pipelines; GradientSync's overhead."""
     _python("tools/bench_gradient_sync.py")
     card = ("--trainer.microbatch", str(SAMPLES), "--trainer.global_batch")
     _python("tools/bench_layouts.py", *card, str(SAMPLES))
@@ -50,6 +50,7 @@ def bench() -> None:
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
         for layout in LAYOUTS[gpus]:
             _python(*launch, "tools/bench_layouts.py", layout, *card, str(SAMPLES * gpus))
+        _python(*launch, "tools/bench_pipeline.py")
 
 
 def _python(*arguments: str) -> None:

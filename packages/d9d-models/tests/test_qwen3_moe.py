@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from d9d.ckpt import export, load, open_checkpoint
+from d9d.ckpt import PlanError, TensorSpec, export, load, open_checkpoint
 from d9d.mesh import DistContext, MeshConfig, materialize
 from d9d.mesh.testing import run_world
 from d9d.models import CausalLMContext
@@ -173,3 +173,23 @@ def test_stages_are_the_model_cut_in_parts(tied):
     for stage in stages:
         x = stage(x, shared)
     assert torch.equal(x.logits, whole(tokens, shared).logits)
+
+
+def test_a_stage_reads_its_own_tensors_and_the_whole_is_proven(tmp_path, monkeypatch):
+    """Case 36."""
+    config = attrs.evolve(CONFIG, num_layers=4)
+    torch.manual_seed(0)
+    whole = Qwen3MoEForCausalLM(config)
+    mapper = mapper_from_hugging_face(config)
+    export(state_of(whole), mapper.inverse(), tmp_path / "exported")
+    source = open_checkpoint(tmp_path / "exported")
+    target = {name: TensorSpec.of(parameter) for name, parameter in whole.named_parameters()}
+    read, original = [], type(source).read
+    monkeypatch.setattr(type(source), "read", lambda self, region: read.append(region.name) or original(self, region))
+    for index in range(3):
+        stage = Qwen3MoEForCausalLM(config, StageInfo(index, 3))
+        load(source, mapper, state_of(stage), target=target)
+        assert all(torch.equal(p, whole.get_parameter(name)) for name, p in stage.named_parameters())
+    assert sorted(read) == sorted(source)  # each by one stage, once
+    with pytest.raises(PlanError, match="layers.3"):
+        load(source, mapper, state_of(stage), target={n: spec for n, spec in target.items() if "layers.3" not in n})
