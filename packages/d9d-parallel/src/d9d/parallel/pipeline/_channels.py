@@ -77,7 +77,7 @@ class Channels:
             form: Of what is sent next.
             to: Rank in the pipeline.
         """
-        message = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8)
+        message = torch.frombuffer(bytearray(pickle.dumps(form.build(form.tensors))), dtype=torch.uint8)
         self.send([tensor.to(self._device) for tensor in (torch.tensor([len(message)]), message)], to=to)
 
     def receive(self, awaited: "Awaited", *, source: int) -> "Receipt":
@@ -116,8 +116,7 @@ class Channels:
     def _announced(self, source: int) -> TreeForm:
         [length] = self._post([TensorSpec((1,), torch.int64)], source).take()
         [message] = self._post([TensorSpec((int(length),), torch.uint8)], source).take()
-        form: TreeForm = pickle.loads(bytes(message.tolist()))  # noqa: S301 - from another rank of this job
-        return form
+        return TreeForm.of(pickle.loads(bytes(message.tolist())))  # noqa: S301 - from another rank of this job
 
     def zeros(self, spec: TensorSpec) -> Tensor:
         """What to send where there is nothing to send."""

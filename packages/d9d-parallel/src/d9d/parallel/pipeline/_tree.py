@@ -76,8 +76,8 @@ class TreeForm:
         named = zip(self._names(), self.leaves)
         return next((f"{name or 'it'} is {leaf}" for name, leaf in named if isinstance(leaf, Opaque)), None)
 
-    def build(self, tensors: Iterable[Tensor]) -> Any:
-        """The tree with these tensors."""
+    def build(self, tensors: Iterable[Tensor | TensorSpec]) -> Any:
+        """The tree with these tensors, or with what stands for them."""
         remaining = iter(tensors)
         leaves = [next(remaining) if isinstance(leaf, TensorSpec) else leaf for leaf in self.leaves]
         return tree_unflatten(leaves, self.structure)
