@@ -1,8 +1,8 @@
-"""Parallelism for plain modules: replicas, shards, experts, gradient sums, norm and clipping.
+"""Parallelism for plain modules: replicas, shards, experts, pipelines, gradient sums, norm and clipping.
 
 A parallelize function turns parameters into DTensors and fixes over which mesh dims their gradients are addends;
 `GradientSync` sums exactly those; `global_norm` and `scale_and_clip_` finish the step. Modules see local tensors.
-`certify` proves that a layout of anybody's model trains as one process does.
+`certify` proves that a layout of anybody's model trains as one process does. Pipelines are in `d9d.parallel.pipeline`.
 """
 
 from ._clip import NonFinite, scale_and_clip_

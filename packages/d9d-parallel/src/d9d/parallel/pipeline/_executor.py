@@ -108,7 +108,7 @@ class Executor(Generic[In, Shared, Out]):
         def conclude(output: Out, microbatch: int) -> Tensor:
             found = loss(output, shared[microbatch])
             if not isinstance(found, LossSum):
-                raise TypeError(f"the loss returned {found!r}: return a LossSum")
+                raise TypeError(f"the loss returned {found!r}: return a LossSum of the summed loss and its weight")
             total.sum.add_(found.sum.detach())
             total.weight.add_(found.weight)
             return found.sum

@@ -19,7 +19,10 @@ def distribute_layers(layers: int, stages: int, *, first: float = 0.0, last: flo
         ValueError: There are fewer layers than stages.
     """
     if not 1 <= stages <= layers:
-        raise ValueError(f"{layers!r} layers do not make {stages!r} stages: every stage takes at least one layer")
+        raise ValueError(
+            f"{layers!r} layers do not make {stages!r} stages: every stage takes at least one "
+            "layer; take fewer ranks, or a schedule with fewer stages on each"
+        )
     costs = [1.0] * stages
     costs[0] += first
     costs[-1] += last
