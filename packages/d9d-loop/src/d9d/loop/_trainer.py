@@ -58,11 +58,12 @@ class Trainer:
     ) -> None:
         self.config, self.ctx, self.task = config, ctx, task
         self.batches = _batches(config, ctx, dataset, collate)
-        program = config.pipeline.program(ranks=ctx.mesh("dense")["pp"].size(), microbatches=self.batches.accumulation)
-        pp_group = ctx.mesh("dense").get_group("pp")
+        self.pp_group = ctx.mesh("dense").get_group("pp")
+        """Ranks that hold the other stages."""
+        program = config.pipeline.program(ranks=self.pp_group.size(), microbatches=self.batches.accumulation)
         self.stages = _build_stages(config, ctx, provider, program)
         """This rank's part of the model, by stage; names in it are those of the whole."""
-        self.tied = TiedParameters(self.stages, pp_group)
+        self.tied = TiedParameters(self.stages, self.pp_group)
         self.parameters = {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
         grad_dtype = torch.promote_types(getattr(torch, config.dtype), torch.float32)
         synced = [[p for p in stage.parameters() if not is_fully_sharded(p)] for stage in self.stages.values()]
@@ -71,7 +72,9 @@ class Trainer:
             number: LaidOutStage(stage, self.sync, index, splits_backward=program.splits_backward)
             for index, (number, stage) in enumerate(self.stages.items())
         }
-        self.executor: Executor[Any, Any, Any] = Executor(self.stages, config.pipeline, pp_group, runtimes=runtimes)
+        self.executor: Executor[Any, Any, Any] = Executor(
+            self.stages, config.pipeline, self.pp_group, runtimes=runtimes
+        )
         self.optimizer = config.optimizer.build(self.parameters.items())
         self.metrics = _metrics(task)
         self.flops_per_token = None if config.sequence is None else provider.flops_per_token(config.sequence)
@@ -124,7 +127,7 @@ class Trainer:
         total = sum_losses([loss], self.ctx)
 
         trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-        norm = global_norm(trained.values(), pp_group=self.ctx.mesh("dense").get_group("pp"), tied=self.tied.stand_ins)
+        norm = global_norm(trained.values(), pp_group=self.pp_group, tied=self.tied.stand_ins)
         is_to_step = scale_and_clip_(
             trained.items(),
             weight=total.weight,
