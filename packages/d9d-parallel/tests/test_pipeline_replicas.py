@@ -49,7 +49,7 @@ def expected_gradients(count: int, microbatches) -> list[dict[str, torch.Tensor]
     return [{name: p.grad for name, p in block.named_parameters()} for block in blocks]
 
 
-def train_all(config: MeshConfig) -> list[str]:
+def train_all(config: MeshConfig, max_unsharded: int | None) -> list[str]:
     context = DistContext.launch(config, "cpu")
     dense = context.mesh("dense")
     pp, dp = dense.get_local_rank("pp"), context.mesh("batch").get_local_rank("dp")
@@ -74,7 +74,7 @@ def train_all(config: MeshConfig) -> list[str]:
             stage: LaidOutStage(block, sync, i, splits_backward=program.splits_backward)
             for i, (stage, block) in enumerate(stages.items())
         }
-        executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes)
+        executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes, max_unsharded=max_unsharded)
         expected = expected_gradients(program.stages, batch)
         for _ in range(2):  # the second step must not see the first
             executor.step(mine, [None] * MICROBATCHES, loss_of)
@@ -92,7 +92,14 @@ def train_all(config: MeshConfig) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("config", [MeshConfig(pipeline=2, replicate=2), MeshConfig(pipeline=2, shard=2)])
-def test_every_schedule_trains_replicated_and_sharded_stages(config):
-    for ran in run_world(4, train_all, config):
+@pytest.mark.parametrize(
+    ("config", "max_unsharded"),
+    [
+        (MeshConfig(pipeline=2, replicate=2), None),
+        (MeshConfig(pipeline=2, shard=2), None),
+        (MeshConfig(pipeline=2, shard=2), 1),  # a stage is gathered several times in a step
+    ],
+)
+def test_every_schedule_trains_replicated_and_sharded_stages(config, max_unsharded):
+    for ran in run_world(4, train_all, config, max_unsharded):
         assert {"1f1b", "zb-h1", "zbv", "dualpipev"} <= set(ran)

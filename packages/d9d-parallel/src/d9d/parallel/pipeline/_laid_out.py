@@ -60,7 +60,6 @@ class LaidOutStage:
         """Gather the stage's shards, beside what computes now."""
         if not self._units:
             return
-        self._sums.clear()
         for unit in self._units:
             unit.set_reshard_after_backward(False, recurse=False)
             unit.set_requires_gradient_sync(False, recurse=False)
