@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
@@ -31,7 +32,12 @@ class Block(nn.Module):
         self.up = nn.Linear(4, 6, dtype=torch.float64)
         self.down = nn.Linear(6, 4, dtype=torch.float64)
 
+        self.recomputes = False
+
     def forward(self, x, shared):
+        return checkpoint(self.grown, x, use_reentrant=False) if self.recomputes else self.grown(x)
+
+    def grown(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
@@ -64,6 +70,7 @@ def train_all(config: MeshConfig, max_unsharded: int | None) -> list[str]:
             continue
         stages = {stage: Block(stage) for stage in program.stages_of(pp)}
         for block in stages.values():
+            block.recomputes = max_unsharded is not None  # so that each pass reads the weights
             if config.shard > 1:
                 parallelize_fsdp(block, dense["dp_cp_shard"], policy=AS_STORED)
             else:
