@@ -71,7 +71,9 @@ class Trainer:
             number: LaidOutStage(stage, self.sync, index, splits_backward=program.splits_backward)
             for index, (number, stage) in enumerate(self.stages.items())
         }
-        self.executor: Executor[Any, Any, Any] = Executor(self.stages, config.pipeline, pp_group, runtimes=runtimes)
+        self.executor: Executor[Any, Any, Any] = Executor(
+            self.stages, config.pipeline, pp_group, runtimes=runtimes, device=ctx.device
+        )
         self.optimizer = config.optimizer.build(self.parameters.items())
         self.metrics = _metrics(task)
         self.flops_per_token = None if config.sequence is None else provider.flops_per_token(config.sequence)
