@@ -112,6 +112,8 @@ class LaidOutStage:
         for parameter in self._module.parameters():
             if not is_laid_out(parameter):
                 parameter.grad = None
+        for root in self._roots:
+            _forget_backward(root)
         self.reshard()
 
     def _collect(self, parameter: Tensor) -> None:
@@ -152,3 +154,10 @@ def _finalize_backward(root: FSDPModule) -> None:
             each._fsdp_param_group.post_backward()  # noqa: SLF001
     state._root_post_backward_final_callback()  # noqa: SLF001
     root.set_is_last_backward(False)
+
+
+def _forget_backward(root: FSDPModule) -> None:
+    """Have `fully_shard` see the end of a backward that raised: autograd drops its callback, and there is no other."""
+    state = root._get_fsdp_state()  # noqa: SLF001
+    if state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
+        state._root_post_backward_final_callback()  # noqa: SLF001
