@@ -13,9 +13,9 @@ from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
 from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
-from d9d.mesh.testing import WorldError, run_world
+from d9d.mesh.testing import run_world
 from d9d.parallel import LossSum, parallelize_replicate
-from d9d.parallel.pipeline import Interleaved1F1B, OneFOneB, ZeroBubbleV, distribute_layers
+from d9d.parallel.pipeline import Inference, Interleaved1F1B, OneFOneB, ZeroBubbleV, distribute_layers
 
 VOCABULARY, WIDTH, LAYERS = 11, 8, 4
 
@@ -164,11 +164,7 @@ def test_a_run_that_is_handed_from_layout_to_layout_is_that_of_one_process(tmp_p
             assert line[name] == pytest.approx(truth[name], rel=1e-9), (line["step"], name)
 
 
-def with_too_few_microbatches():
-    with DistContext.launch(MeshConfig(pipeline=2), "cpu") as ctx:
-        trainer(ctx, "unused", 2, pipeline=OneFOneB(), microbatch=16)
-
-
-def test_a_batch_that_does_not_fit_is_refused_before_anything_is_built():
-    with pytest.raises(WorldError, match="global_batch=8 does not divide"):
-        run_world(2, with_too_few_microbatches)
+def test_a_schedule_without_backward_is_refused_before_anything_is_built(tmp_path):
+    with DistContext.launch(MeshConfig(), "cpu") as ctx, pytest.raises(ValueError, match="'inference', which has no"):
+        trainer(ctx, tmp_path, 2, pipeline=Inference())
+    assert not list(tmp_path.iterdir())

@@ -139,4 +139,4 @@ def test_what_cannot_be_run_is_refused():
     plain = certify(model, lay_out, loss_of, split, make_batch(), meshes=[MeshConfig(pipeline=2)])
     assert "not given the model in stages" in plain.layouts[0].refusal
     too_deep = certificate([MeshConfig(pipeline=2)], schedules=[Interleaved1F1B(stages_per_rank=3)])
-    assert too_deep.layouts[0].refusal == "4 layers do not make 6 stages: every stage takes at least one layer"
+    assert too_deep.layouts[0].refusal.startswith("4 layers do not make 6 stages")

@@ -90,9 +90,9 @@ def test_list_names_all(capsys):
 
 def test_schedules_of_third_parties_are_imported(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(Schedule, "_members", dict(Schedule.kinds()))
-    monkeypatch.delitem(sys.modules, "my_schedules", raising=False)
+    monkeypatch.delitem(sys.modules, "their_schedules", raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
-    (tmp_path / "my_schedules.py").write_text(
+    (tmp_path / "their_schedules.py").write_text(
         """
 from typing import ClassVar
 import attrs
@@ -103,7 +103,7 @@ class Mine(GPipe):
     kind: ClassVar[str] = "mine"
 """
     )
-    assert main(["show", "mine", "--ranks", "2", "--microbatches", "3", "--import", "my_schedules"]) == 0
+    assert main(["show", "mine", "--ranks", "2", "--microbatches", "3", "--import", "their_schedules"]) == 0
     assert capsys.readouterr().out == to_text(simulate(derive(gpipe(ranks=2, microbatches=3)))) + "\n"
 
 

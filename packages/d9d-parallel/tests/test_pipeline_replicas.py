@@ -5,6 +5,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.utils.checkpoint import checkpoint
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
@@ -31,7 +32,12 @@ class Block(nn.Module):
         self.up = nn.Linear(4, 6, dtype=torch.float64)
         self.down = nn.Linear(6, 4, dtype=torch.float64)
 
+        self.recomputes = False
+
     def forward(self, x, shared):
+        return checkpoint(self.grown, x, use_reentrant=False) if self.recomputes else self.grown(x)
+
+    def grown(self, x):
         return x + self.down(torch.tanh(self.up(x)))
 
 
@@ -49,7 +55,7 @@ def expected_gradients(count: int, microbatches) -> list[dict[str, torch.Tensor]
     return [{name: p.grad for name, p in block.named_parameters()} for block in blocks]
 
 
-def train_all(config: MeshConfig) -> list[str]:
+def train_all(config: MeshConfig, max_unsharded: int | None) -> list[str]:
     context = DistContext.launch(config, "cpu")
     dense = context.mesh("dense")
     pp, dp = dense.get_local_rank("pp"), context.mesh("batch").get_local_rank("dp")
@@ -64,6 +70,7 @@ def train_all(config: MeshConfig) -> list[str]:
             continue
         stages = {stage: Block(stage) for stage in program.stages_of(pp)}
         for block in stages.values():
+            block.recomputes = max_unsharded is not None  # so that each pass reads the weights
             if config.shard > 1:
                 parallelize_fsdp(block, dense["dp_cp_shard"], policy=AS_STORED)
             else:
@@ -74,7 +81,7 @@ def train_all(config: MeshConfig) -> list[str]:
             stage: LaidOutStage(block, sync, i, splits_backward=program.splits_backward)
             for i, (stage, block) in enumerate(stages.items())
         }
-        executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes)
+        executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes, max_unsharded=max_unsharded)
         expected = expected_gradients(program.stages, batch)
         for _ in range(2):  # the second step must not see the first
             executor.step(mine, [None] * MICROBATCHES, loss_of)
@@ -92,7 +99,14 @@ def train_all(config: MeshConfig) -> list[str]:
     return ran
 
 
-@pytest.mark.parametrize("config", [MeshConfig(pipeline=2, replicate=2), MeshConfig(pipeline=2, shard=2)])
-def test_every_schedule_trains_replicated_and_sharded_stages(config):
-    for ran in run_world(4, train_all, config):
+@pytest.mark.parametrize(
+    ("config", "max_unsharded"),
+    [
+        (MeshConfig(pipeline=2, replicate=2), None),
+        (MeshConfig(pipeline=2, shard=2), None),
+        (MeshConfig(pipeline=2, shard=2), 1),  # a stage is gathered several times in a step
+    ],
+)
+def test_every_schedule_trains_replicated_and_sharded_stages(config, max_unsharded):
+    for ran in run_world(4, train_all, config, max_unsharded):
         assert {"1f1b", "zb-h1", "zbv", "dualpipev"} <= set(ran)

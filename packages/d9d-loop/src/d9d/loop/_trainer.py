@@ -41,8 +41,8 @@ class Trainer:
 
     Raises:
         ValueError: If the global batch does not divide, the mesh has a degree that this trainer has no use for, the
-            data set is empty, a metric has a name of the trainer's own, or a checkpoint in the directory is of
-            another run.
+            schedule of the pipeline does not train or does not exist for the number of microbatches, the data set is
+            empty, a metric has a name of the trainer's own, or a checkpoint in the directory is of another run.
         TypeError: If the module's state holds anything but tensors.
     """
 
@@ -61,6 +61,8 @@ class Trainer:
         self.pp_group = ctx.mesh("dense").get_group("pp")
         """Ranks that hold the other stages."""
         program = config.pipeline.program(ranks=self.pp_group.size(), microbatches=self.batches.accumulation)
+        if not program.is_training:
+            raise ValueError(f"trainer.pipeline is {config.pipeline.kind!r}, which has no backward: take another kind")
         self.stages = _build_stages(config, ctx, provider, program)
         """This rank's part of the model, by stage; names in it are those of the whole."""
         self.tied = TiedParameters(self.stages, self.pp_group)
@@ -73,7 +75,7 @@ class Trainer:
             for index, (number, stage) in enumerate(self.stages.items())
         }
         self.executor: Executor[Any, Any, Any] = Executor(
-            self.stages, config.pipeline, self.pp_group, runtimes=runtimes
+            self.stages, config.pipeline, self.pp_group, runtimes=runtimes, device=ctx.device
         )
         self.optimizer = config.optimizer.build(self.parameters.items())
         self.metrics = _metrics(task)

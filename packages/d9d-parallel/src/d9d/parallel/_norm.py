@@ -77,6 +77,9 @@ def group_norms(
             parts = by_split.setdefault(split_of_gradient(parameter, name), [[] for _ in groups])
             if parameter.grad is not None:
                 parts[place].append(local_tensor(parameter.grad))
+    if device is None and pp_group is not None and "cuda:" in dist.get_backend_config(pp_group):
+        # The stages of this rank have nothing to count, and those of others reduce where their gradients are.
+        device = torch.device("cuda", torch.cuda.current_device())
     is_max = math.isinf(norm_type)
     reduce_op = dist.ReduceOp.MAX if is_max else dist.ReduceOp.SUM
     # fp64: a sum over layers, shards and stages shall not depend on its order.

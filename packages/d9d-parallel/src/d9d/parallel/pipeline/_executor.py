@@ -100,7 +100,7 @@ class Executor(Generic[In, Shared, Out]):
             Exception: What a stage or the loss raised; a note names stage and microbatch. Nothing of the step is kept,
                 but gradients that were added to ``grad``. Other ranks wait: have them end, as `DistContext` does.
         """
-        batch = self._batch(inputs, shared)
+        batch = self._batch(inputs, shared, mode="training")
         plan = _cached(self._training_plans, len(inputs), self._plan_training)
         zero = torch.zeros((), dtype=torch.float64, device=self._device)
         total = LossSum(zero, zero.clone())
@@ -130,7 +130,7 @@ class Executor(Generic[In, Shared, Out]):
             ValueError: As in `step`.
             Exception: What a stage raised; as in `step`.
         """
-        batch = self._batch(inputs, shared)
+        batch = self._batch(inputs, shared, mode="inference")
         plan = _cached(self._inference_plans, len(inputs), self._plan_inference)
         outputs: dict[int, Out] = {}
 
@@ -140,9 +140,9 @@ class Executor(Generic[In, Shared, Out]):
         self._run(plan, batch, conclude)
         return [outputs[microbatch] for microbatch in sorted(outputs)]
 
-    def _batch(self, inputs: Sequence[In], shared: Sequence[Shared]) -> Batch:
+    def _batch(self, inputs: Sequence[In], shared: Sequence[Shared], *, mode: str) -> Batch:
         signatures = agree(inputs, shared, self._group)
-        return Batch(inputs=inputs, shared=shared, kinds=[signature.key for signature in signatures])
+        return Batch(inputs=inputs, shared=shared, kinds=[f"{mode} {s.key}" for s in signatures])
 
     def _plan_training(self, microbatches: int) -> Plan:
         program = self._schedule.program(ranks=self.ranks, microbatches=microbatches)

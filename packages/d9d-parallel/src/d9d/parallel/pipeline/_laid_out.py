@@ -5,7 +5,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
+from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
 from .._fsdp import is_gathered_for_step
 from .._layout import is_laid_out
@@ -49,6 +49,8 @@ class LaidOutStage:
             _finalize_manually(root)
         self._sums: dict[nn.Parameter, Tensor] = {}
         """Of gathered parameters, over the microbatches so far."""
+        self._gathers: list[UnshardHandle] = []
+        """Under way, or waited for by a hook of `fully_shard`."""
         self._is_hooked = False
 
     @property
@@ -60,11 +62,12 @@ class LaidOutStage:
         """Gather the stage's shards, beside what computes now."""
         if not self._units:
             return
-        self._sums.clear()
         for unit in self._units:
             unit.set_reshard_after_backward(False, recurse=False)
             unit.set_requires_gradient_sync(False, recurse=False)
-            unit.unshard(async_op=self._is_hooked)
+            handle = unit.unshard(async_op=self._is_hooked)
+            if handle is not None:
+                self._gathers.append(handle)
         if not self._is_hooked:
             # Gathered parameters are the same objects in every step.
             for parameter in self._module.parameters():
@@ -74,6 +77,7 @@ class LaidOutStage:
 
     def reshard(self) -> None:
         """Free what was gathered."""
+        self._gathers.clear()
         for unit in self._units:
             unit.reshard()
 
@@ -84,6 +88,9 @@ class LaidOutStage:
         Args:
             last: Whether it is the stage's last one of the step.
         """
+        # A weight pass runs no hooks of `fully_shard`, and may read what was gathered anew for it.
+        while self._gathers:
+            self._gathers.pop().wait()
         with self._sync.microbatch(self._index, last=last):
             yield
 
@@ -105,6 +112,8 @@ class LaidOutStage:
         for parameter in self._module.parameters():
             if not is_laid_out(parameter):
                 parameter.grad = None
+        for root in self._roots:
+            _forget_backward(root)
         self.reshard()
 
     def _collect(self, parameter: Tensor) -> None:
@@ -145,3 +154,10 @@ def _finalize_backward(root: FSDPModule) -> None:
             each._fsdp_param_group.post_backward()  # noqa: SLF001
     state._root_post_backward_final_callback()  # noqa: SLF001
     root.set_is_last_backward(False)
+
+
+def _forget_backward(root: FSDPModule) -> None:
+    """Have `fully_shard` see the end of a backward that raised: autograd drops its callback, and there is no other."""
+    state = root._get_fsdp_state()  # noqa: SLF001
+    if state._state_ctx.post_backward_final_callback_queued:  # noqa: SLF001
+        state._root_post_backward_final_callback()  # noqa: SLF001
