@@ -14,6 +14,7 @@ from test_pipeline_executor import (
 )
 
 from d9d.mesh import DistContext, MeshConfig
+from d9d.parallel import global_norm
 from d9d.parallel.pipeline._executor import Executor
 
 world = int(os.environ["WORLD_SIZE"])
@@ -30,5 +31,10 @@ with DistContext.launch(MeshConfig(pipeline=world), "cuda") as context:
         executor.step(inputs, shared, loss_of)
         torch.cuda.set_sync_debug_mode("default")
         assert_gradients(stages, Expected.of(world * schedule.stages_per_rank, 8, "cuda"), f"{schedule}", times=2)
+        # A rank whose stages have nothing to count reduces where the others do.
+        counted = [p for stage in stages.values() for p in stage.parameters() if context.is_main]
+        norm = global_norm(counted, pp_group=group)
+        assert norm.is_cuda
+        assert norm > 0
         if context.is_main:
             print(schedule.kind, "is right", flush=True)  # noqa: T201

@@ -180,6 +180,30 @@ def test_a_stage_that_does_not_return_what_others_await_is_refused():
     run_world(1, return_something_else)
 
 
+class WithAuxiliary(nn.Module):
+    def forward(self, inputs: Tensor, shared):
+        return (inputs, inputs.square().sum()) if self.training else (inputs,)
+
+
+class First(nn.Module):
+    def forward(self, inputs, shared):
+        return inputs[0]
+
+
+def return_less_in_evaluation() -> None:
+    stages = {0: WithAuxiliary(), 1: First()}
+    executor = Executor(stages, LoopedBFS(stages_per_rank=2), dist.group.WORLD)
+    for _ in range(2):
+        executor.step(*batch(2, 5), loss_of)
+        stages[0].eval()
+        assert [len(output) for output in executor.infer(*batch(2, 5))] == [2, 5]
+        stages[0].train()
+
+
+def test_a_stage_may_return_less_in_evaluation():
+    run_world(1, return_less_in_evaluation)
+
+
 def test_what_fails_inside_a_stage_names_it_and_its_microbatch_and_a_good_step_follows():
     run_world(1, fail_inside)
 
