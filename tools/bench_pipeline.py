@@ -83,7 +83,7 @@ class Training:
     """This rank's stages under one placement, and an optimizer step."""
 
     def __init__(self, config: Qwen3MoEConfig, program: Program, ctx: DistContext) -> None:
-        self.ctx = ctx
+        self.ctx, self.config = ctx, config
         self.stages: dict[int, nn.Module] = {}
         for number in program.stages_of(ctx.mesh("dense").get_local_rank("pp")):
             with torch.device("meta"):
@@ -144,8 +144,8 @@ def measure(training: Training, schedule: Schedule, microbatches: int, sequence:
     timings = Timings()
     executor = training.executor(schedule, timings)
     generator = torch.Generator().manual_seed(0)
-    config = next(iter(training.stages.values())).config
-    tokens = torch.randint(config.vocab_size, (microbatches, 1, sequence), generator=generator).to(device)
+    vocabulary = training.config.vocab_size
+    tokens = torch.randint(vocabulary, (microbatches, 1, sequence), generator=generator).to(device)
     positions = torch.arange(sequence, device=device).expand(1, sequence)
     inputs = list(tokens)
     shared = [CausalLMContext(position_ids=positions, labels=part.roll(-1, 1)) for part in inputs]

@@ -3,6 +3,7 @@
 import math
 import pickle
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import attrs
 import torch
@@ -76,7 +77,7 @@ def certify(
         WorldError: A rank raised, with its traceback.
         WorldTimeoutError: A layout hangs, with the stacks of its ranks.
     """
-    given = {
+    given: dict[str, Callable[..., Any]] = {
         "model": model, "parallelize": parallelize, "loss": loss, "split": split, "loop": loop, "optimizer": optimizer,
     }  # fmt: skip
     if staged:

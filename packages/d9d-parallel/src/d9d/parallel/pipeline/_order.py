@@ -8,7 +8,7 @@ earlier in a whole backward pass, a sum of three would be rounded differently.
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from typing import NamedTuple
 
 import attrs
@@ -32,7 +32,7 @@ class Addend(NamedTuple):
 
 
 @contextlib.contextmanager
-def in_order(addends: Sequence[Addend]) -> Iterator[list[Addend]]:
+def in_order(addends: Sequence[Addend]) -> Generator[list[Addend]]:
     """Yields the addends to start the engine from; while it runs here, the others join where it is their turn."""
     if len({addend.sequence for addend in addends}) < 2:  # all else comes after them
         yield list(addends)
@@ -42,9 +42,9 @@ def in_order(addends: Sequence[Addend]) -> Iterator[list[Addend]]:
         entering[addend.edge.node, addend.edge.output_nr].append(addend)
     within: dict[tuple[Node, int], list[tuple[Node, int]]] = defaultdict(list)
     for node in _reached_from(node for node, _ in entering):
-        for index, edge in enumerate(node.next_functions):
-            if edge in entering:
-                within[edge].append((node, index))
+        for index, (child, number) in enumerate(node.next_functions):
+            if child is not None and (child, number) in entering:
+                within[child, number].append((node, index))
 
     first: list[Addend] = []
     with contextlib.ExitStack() as hooks:

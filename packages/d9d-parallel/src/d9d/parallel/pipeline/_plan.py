@@ -1,5 +1,7 @@
 """A proven program, as one rank sees it."""
 
+from collections.abc import Iterable
+
 import attrs
 
 from ._action import Action, Op
@@ -17,18 +19,14 @@ class Plan:
 
     program: Program
     rank: int
-    is_training: bool = attrs.field(init=False)
+    is_training: bool = attrs.field(
+        init=False, default=attrs.Factory(lambda self: self.program.is_training, takes_self=True)
+    )
     """Whether there is any backward."""
-    last_weight_gradients: frozenset[Action] = attrs.field(init=False)
+    last_weight_gradients: frozenset[Action] = attrs.field(
+        init=False, default=attrs.Factory(lambda self: _last_weight_gradients(self.actions), takes_self=True)
+    )
     """For each stage of this rank, the last action that adds to its weights' gradients."""
-
-    @is_training.default
-    def _is_training(self) -> bool:
-        return self.program.is_training
-
-    @last_weight_gradients.default
-    def _last_weight_gradients(self) -> frozenset[Action]:
-        return frozenset({action.stage: action for action in self.actions if action.op in {Op.B, Op.W}}.values())
 
     def __attrs_post_init__(self) -> None:
         simulate(self.program)
@@ -50,3 +48,7 @@ class Plan:
     def peer(self, transfer: Action) -> int:
         """The rank at the other end of a SEND or RECV."""
         return self.program.peer(transfer)
+
+
+def _last_weight_gradients(actions: Iterable[Action]) -> frozenset[Action]:
+    return frozenset({action.stage: action for action in actions if action.op in {Op.B, Op.W}}.values())
