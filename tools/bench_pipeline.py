@@ -5,7 +5,7 @@
 
 The card is 15 layers of the 30B-A3B shape with a vocabulary of 32,768, microbatches of one sequence of 4096 tokens,
 AdamW included. Stages are timed by events around each computation, after what it reads has arrived; the simulator gets
-the mean of each kind and stage, and the time of one transfer. Random weights and tokens.
+the median of each kind and stage, and the time of one transfer. Random weights and tokens.
 """
 
 import argparse
@@ -130,7 +130,7 @@ class Found:
     simulated: float
     memory: float
     costs: Mapping[Op, float]
-    """Milliseconds of each kind, the mean over stages."""
+    """Milliseconds of each kind, the mean over stages of their medians."""
 
     def __str__(self) -> str:
         costs = "  ".join(f"{op.name} {self.costs[op]:.2f}" for op in Op if op in self.costs)
@@ -164,7 +164,7 @@ def measure(training: Training, schedule: Schedule, microbatches: int, sequence:
         else:
             steps.append(time.perf_counter() - start)
             passes.append(middle - start)
-    mine = {key: statistics.fmean(found) for key, found in timings.read().items()}
+    mine = {key: statistics.median(found) for key, found in timings.read().items()}
     costs = {key: mean for of_rank in all_gather_objects(mine) for key, mean in of_rank.items()}
     program = derive(schedule.program(ranks=ctx.world_size, microbatches=microbatches))
     simulation = simulate(program, as_costs(costs, program, send))
@@ -180,15 +180,16 @@ def measure(training: Training, schedule: Schedule, microbatches: int, sequence:
 
 
 def as_costs(costs: Mapping[tuple[Op, int], float], program: Program, send: float) -> Costs:
-    """For the simulator: where a stage runs B alone, half of it is for the inputs, which does not change its time."""
-    stages = range(program.stages)
-    whole = [costs.get((Op.B, s), 0.0) for s in stages]
-    return Costs(
-        forward=[costs[Op.F, s] for s in stages],
-        input_gradient=[costs.get((Op.I, s), whole[s] / 2) for s in stages],
-        weight_gradient=[costs.get((Op.W, s), whole[s] / 2) for s in stages],
-        send=send,
-    )
+    """For the simulator, to which B is I and W: where a stage runs both, B counts, and I and W share it."""
+    inputs, weights = [], []
+    for stage in range(program.stages):
+        of_inputs, of_weights = costs.get((Op.I, stage), 0.5), costs.get((Op.W, stage), 0.5)
+        whole = costs.get((Op.B, stage), of_inputs + of_weights)
+        share = of_inputs / (of_inputs + of_weights)
+        inputs.append(whole * share)
+        weights.append(whole * (1 - share))
+    forward = [costs[Op.F, stage] for stage in range(program.stages)]
+    return Costs(forward=forward, input_gradient=inputs, weight_gradient=weights, send=send)
 
 
 def time_of_a_transfer(ctx: DistContext, config: Qwen3MoEConfig, sequence: int) -> float:
