@@ -134,7 +134,9 @@ def _losses(config: Qwen3MoEConfig, mesh: MeshConfig) -> list[float]:
 
 
 def _losses_of(meshes: list[MeshConfig]) -> list[list[float]]:
-    with pytest.raises(ValueError, match=r"mesh.tensor = 4: Qwen3-MoE is laid out over replicate, shard and expert"):
+    with pytest.raises(
+        ValueError, match=r"mesh.tensor = 4: Qwen3-MoE is laid out over pipeline, replicate, shard and expert"
+    ):
         _losses(CONFIG, MeshConfig(tensor=4))
     with pytest.raises(ValueError, match="2 experts do not divide over 4 expert-parallel ranks"):
         _losses(attrs.evolve(CONFIG, num_experts=2, top_k=1), MeshConfig(replicate=4, expert=4))
