@@ -1,8 +1,6 @@
 """What a user sees who asks the example for what cannot be done: one clear error, soon, on any number of ranks."""
 
 import io
-import subprocess
-import sys
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 
@@ -35,10 +33,10 @@ def test_a_problem_in_the_configuration_is_one_line_and_exit_code_2(script, caps
 
 
 def test_degrees_that_do_not_fit_the_world_end_the_script(script, tiny):
-    command = [sys.executable, script, *tiny, "--mesh.replicate", "4"]
-    found = subprocess.run(command, check=False, stderr=subprocess.PIPE, text=True, timeout=300)
-    assert found.returncode == 1
-    assert found.stderr.splitlines()[-1] == (
+    config = load(pretrain.PretrainConfig, script.with_name("small.toml"), [*tiny, "--mesh.replicate", "4"])
+    [ended] = run_job(1, pretrain.main, config)
+    assert ended.exit_code == 1
+    assert ended.output.splitlines()[-1] == (
         "ValueError: the mesh (replicate 4) needs 4 ranks, and 1 were started: "
         "start 4, change a degree, or set one to -1"
     )

@@ -15,11 +15,8 @@ from d9d.mesh.testing import run_world
 
 STEPS = 50
 GLOBAL_BATCH = 8
-MESHES = [
-    *(MeshConfig(replicate=4, expert=expert) for expert in (1, 2, 4)),
-    MeshConfig(shard=4, expert=2),
-    MeshConfig(pipeline=2, replicate=2, expert=2),
-]
+BOTH_WAYS = [MeshConfig(replicate=4, expert=expert) for expert in (1, 2, 4)]
+ACCUMULATED = [MeshConfig(shard=4, expert=2), MeshConfig(pipeline=2, replicate=2, expert=2)]
 
 
 @attrs.frozen
@@ -55,8 +52,10 @@ def _whole(tensor: Tensor) -> Tensor:
     return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).detach()
 
 
-def _configs(base: pretrain.PretrainConfig, meshes: list[MeshConfig]) -> list[pretrain.PretrainConfig]:
-    """Each layout with an accumulation of 1 and of 2."""
+def _configs(
+    base: pretrain.PretrainConfig, meshes: list[MeshConfig], accumulations: tuple[int, ...]
+) -> list[pretrain.PretrainConfig]:
+    """Each layout with each accumulation."""
     return [
         attrs.evolve(
             base,
@@ -66,15 +65,17 @@ def _configs(base: pretrain.PretrainConfig, meshes: list[MeshConfig]) -> list[pr
             ),
         )
         for mesh in meshes
-        for accumulation in (1, 2)
+        for accumulation in accumulations
     ]
 
 
 def test_every_layout_gives_the_run_of_one_process(script: Path, tiny, files):
     arguments = [*tiny, "--trainer.dtype", "float64", "--trainer.steps", str(STEPS), "--trainer.optimizer.lr", "1e-2"]
     base = load(pretrain.PretrainConfig, script.with_name("small.toml"), arguments)
-    [[expected, accumulated]] = run_world(1, _train_all, _configs(base, [MeshConfig()]), files, timeout=300.0)
-    on_ranks = run_world(4, _train_all, _configs(base, MESHES), files, timeout=300.0)
+    alone = _configs(base, [MeshConfig()], (1, 2))
+    layouts = [*_configs(base, BOTH_WAYS, (1, 2)), *_configs(base, ACCUMULATED, (2,))]
+    [[expected, accumulated]] = run_world(1, _train_all, alone, files, timeout=300.0)
+    on_ranks = run_world(4, _train_all, layouts, files, timeout=300.0)
 
     # it is a run worth comparing: it learns, every expert has work, and ranks have unequal numbers of labels
     assert expected.losses[-1] < 0.6 * expected.losses[0]
