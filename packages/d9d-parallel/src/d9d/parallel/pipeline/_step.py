@@ -93,6 +93,7 @@ class Step:
                     raise
             self._channels.finish()
         except BaseException:
+            # An interrupt too: what stays gathered or half collected would spoil the next step.
             self._channels.abandon()
             for runtime in self._runtimes.values():
                 runtime.abandon()
