@@ -1,9 +1,10 @@
 """The trainer on the stages of a pipeline."""
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
-import attrs
 import pytest
 import torch
 from torch import nn
@@ -14,10 +15,11 @@ from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
-from d9d.parallel import LossSum, parallelize_replicate
-from d9d.parallel.pipeline import Inference, Interleaved1F1B, OneFOneB, ZeroBubbleV, distribute_layers
+from d9d.parallel import LossSum, ShardPolicy, parallelize_fsdp, parallelize_replicate
+from d9d.parallel.pipeline import Inference, Interleaved1F1B, LoopedBFS, OneFOneB, ZeroBubbleV, distribute_layers
 
 VOCABULARY, WIDTH, LAYERS = 11, 8, 4
+AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None, gathered_for="step")
 
 
 class LM(nn.Module):
@@ -53,7 +55,11 @@ class Provider:
         return LM(stage)
 
     def parallelize(self, module, stage, ctx):
-        parallelize_replicate(module, ctx.mesh("dense")["dp_replicate"])
+        mesh = ctx.mesh("dense")
+        if ctx.config.shard > 1:
+            parallelize_fsdp(module, mesh["dp_cp_shard"], policy=AS_STORED)
+        else:
+            parallelize_replicate(module, mesh["dp_replicate"])
 
     def mapper(self, module):
         return None
@@ -106,17 +112,11 @@ def log(directory):
     return [json.loads(line) for line in (Path(directory) / "log.jsonl").read_text().splitlines()]
 
 
-@attrs.frozen
-class Found:
-    held: list[int]
-    weights: dict[str, torch.Tensor]
-    loss: torch.Tensor
-
-
 def found_by(made, ctx):
+    """Stages held, weights, and loss on all samples."""
     total = evaluate(made.executor, NextToken(), samples(), collate=torch.stack, microbatch=1, ctx=ctx)
-    weights = {name: parameter.full_tensor().detach() for name, parameter in made.named_parameters().items()}
-    return Found(list(made.stages), weights, total.sum)
+    weights = {name: parameter.full_tensor().detach().cpu() for name, parameter in made.named_parameters().items()}
+    return list(made.stages), weights, total.sum.cpu()
 
 
 # Two steps each, in one directory: every run goes on from the checkpoint of another layout.
@@ -126,12 +126,18 @@ RELAY = [
     ({"replicate": 4}, OneFOneB(), 1, 6),
     ({"pipeline": 4}, OneFOneB(), 2, 8),
 ]
+RELAY_OF_TWO = [
+    ({"pipeline": 2}, ZeroBubbleV(), 2, 2),
+    ({"shard": 2}, LoopedBFS(), 1, 4),  # two stages on each rank, both sharded
+    ({"replicate": 2}, OneFOneB(), 1, 6),
+    ({"pipeline": 2}, OneFOneB(), 2, 8),
+]
 
 
-def relay(directory):
+def relay(legs, directory, device):
     found = []
-    for degrees, schedule, microbatch, steps in RELAY:
-        with DistContext.launch(MeshConfig(**degrees), "cpu") as ctx:
+    for degrees, schedule, microbatch, steps in legs:
+        with DistContext.launch(MeshConfig(**degrees), device) as ctx:
             made = trainer(ctx, directory, steps, pipeline=schedule, microbatch=microbatch)
             assert made.step == steps - 2
             made.run()
@@ -139,29 +145,46 @@ def relay(directory):
     return found
 
 
-def test_a_run_that_is_handed_from_layout_to_layout_is_that_of_one_process(tmp_path):
-    with DistContext.launch(MeshConfig(), "cpu") as ctx:
-        expected = []
-        for *_, steps in RELAY:
-            made = trainer(ctx, tmp_path / "one", steps)
+def assert_one_run(legs, directory, device, ranks):
+    """That what `ranks` found after each leg, and what they logged, is that of one process."""
+    with DistContext.launch(MeshConfig(), device) as ctx:
+        for leg, (*_, steps) in enumerate(legs):
+            made = trainer(ctx, directory / "one", steps)
             made.run()
-            expected.append(found_by(made, ctx))
-    ranks = run_world(4, relay, str(tmp_path / "relay"))
-    assert [[found.held for found in rank] for rank in ranks] == [
+            _, expected, expected_loss = found_by(made, ctx)
+            names = set()
+            for _, weights, loss in (rank[leg] for rank in ranks):
+                names |= weights.keys()
+                torch.testing.assert_close(loss, expected_loss, rtol=1e-9, atol=0)
+                for name, weight in weights.items():
+                    torch.testing.assert_close(weight, expected[name], rtol=1e-9, atol=1e-12)
+            assert names == expected.keys()
+    for line, truth in zip(log(directory / "relay"), log(directory / "one"), strict=True):
+        for name in ("step", "loss", "grad_norm", "tokens", "accuracy"):
+            assert line[name] == pytest.approx(truth[name], rel=1e-9), (line["step"], name)
+
+
+def test_a_run_that_is_handed_from_layout_to_layout_is_that_of_one_process(tmp_path):
+    ranks = run_world(4, relay, RELAY, str(tmp_path / "relay"), "cpu")
+    assert [[held for held, *_ in rank] for rank in ranks] == [
         [[0, 3], [0, 2], [0], [0]],
         [[0, 3], [0, 2], [0], [1]],
         [[1, 2], [1, 3], [0], [2]],
         [[1, 2], [1, 3], [0], [3]],
     ]
-    for of_layout, truth in zip(zip(*ranks), expected):
-        assert {name for found in of_layout for name in found.weights} == truth.weights.keys()
-        for found in of_layout:
-            torch.testing.assert_close(found.loss, truth.loss, rtol=1e-9, atol=0)
-            for name, weight in found.weights.items():
-                torch.testing.assert_close(weight, truth.weights[name], rtol=1e-9, atol=1e-12)
-    for line, truth in zip(log(tmp_path / "relay"), log(tmp_path / "one"), strict=True):
-        for name in ("step", "loss", "grad_norm", "tokens", "accuracy"):
-            assert line[name] == pytest.approx(truth[name], rel=1e-9), (line["step"], name)
+    assert_one_run(RELAY, tmp_path, "cpu", ranks)
+
+
+@pytest.mark.gpu
+def test_a_run_that_is_handed_over_on_gpus_is_that_of_one_process(tmp_path):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("takes 2 GPUs")
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = Path(__file__).with_name("nccl_relay.py")
+    subprocess.run([*launch, str(script), str(tmp_path)], check=True, timeout=300)
+    ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
+    assert [[held for held, *_ in rank] for rank in ranks] == [[[0, 3], [0, 1], [0], [0]], [[1, 2], [0, 1], [0], [1]]]
+    assert_one_run(RELAY_OF_TWO, tmp_path, "cuda", ranks)  # draws differ between devices
 
 
 def test_a_schedule_without_backward_is_refused_before_anything_is_built(tmp_path):

@@ -55,20 +55,21 @@ def expected_gradients(count: int, microbatches) -> list[dict[str, torch.Tensor]
     return [{name: p.grad for name, p in block.named_parameters()} for block in blocks]
 
 
-def train_all(config: MeshConfig, max_unsharded: int | None) -> list[str]:
-    context = DistContext.launch(config, "cpu")
-    dense = context.mesh("dense")
-    pp, dp = dense.get_local_rank("pp"), context.mesh("batch").get_local_rank("dp")
+def train_all(config: MeshConfig, max_unsharded: int | None, device: str = "cpu") -> list[str]:
+    context = DistContext.launch(config, device)
+    dense, batch_mesh = context.mesh("dense"), context.mesh("batch")
+    pp, dp = dense.get_local_rank("pp"), batch_mesh.get_local_rank("dp")
     generator = torch.Generator().manual_seed(0)
-    batch = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(2 * MICROBATCHES)]
-    mine = batch[dp * MICROBATCHES : (dp + 1) * MICROBATCHES]
+    count = batch_mesh["dp"].size() * MICROBATCHES
+    batch = [torch.randn(3, 4, dtype=torch.float64, generator=generator) for _ in range(count)]
+    mine = [microbatch.to(device) for microbatch in batch[dp * MICROBATCHES : (dp + 1) * MICROBATCHES]]
     ran = []
     for kind, make in sorted(Schedule.kinds().items()):
         schedule = make(stages_per_rank=2) if "stages_per_rank" in attrs.fields_dict(make) else make()
-        program = schedule.program(ranks=2, microbatches=MICROBATCHES)
+        program = schedule.program(ranks=config.pipeline, microbatches=MICROBATCHES)
         if not program.is_training:
             continue
-        stages = {stage: Block(stage) for stage in program.stages_of(pp)}
+        stages = {stage: Block(stage).to(device) for stage in program.stages_of(pp)}
         for block in stages.values():
             block.recomputes = max_unsharded is not None  # so that each pass reads the weights
             if config.shard > 1:
@@ -90,7 +91,7 @@ def train_all(config: MeshConfig, max_unsharded: int | None) -> list[str]:
             for stage, block in stages.items():
                 for name, parameter in block.named_parameters():
                     assert isinstance(parameter.grad, DTensor)
-                    found = parameter.grad.full_tensor()
+                    found = parameter.grad.full_tensor().cpu()
                     what = f"{kind}, stage {stage}, {name}"
                     torch.testing.assert_close(found, expected[stage][name], rtol=1e-11, atol=1e-13, msg=what)
             for block in stages.values():
