@@ -2,6 +2,7 @@
 
 import os
 
+from test_pipeline_laid_out import assert_not_of_the_error, gradients_after_an_error
 from test_pipeline_replicas import train_all
 
 from d9d.mesh import DistContext, MeshConfig
@@ -13,3 +14,5 @@ with DistContext.launch(MeshConfig(pipeline=pipeline, replicate=-1), "cuda") as 
         ran = train_all(MeshConfig(pipeline=pipeline, **{kind: world // pipeline}), max_unsharded, "cuda")
         if context.is_main:
             print(kind, max_unsharded, *ran, flush=True)  # noqa: T201
+    if world == 2:
+        assert_not_of_the_error(gradients_after_an_error("cuda"))
