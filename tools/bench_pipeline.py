@@ -25,8 +25,8 @@ from d9d.loop.optim import AdamW, decay_groups
 from d9d.mesh import DistContext, MeshConfig, all_gather_objects, materialize
 from d9d.models import CausalLMContext, CausalLMOutput
 from d9d.models.qwen3_moe import Qwen3MoEConfig, Qwen3MoEForCausalLM, parallelize_qwen3_moe
-from d9d.parallel import GradientSync, LossSum, StageInfo, global_norm, scale_and_clip_
-from d9d.parallel.pipeline import Action, Costs, Executor, LaidOutStage, Op, Program, Schedule, derive, simulate
+from d9d.parallel import LossSum, StageInfo, global_norm, scale_and_clip_
+from d9d.parallel.pipeline import Action, Costs, Executor, Op, Program, Schedule, derive, simulate, sync_stages
 
 LAYERS = Qwen3MoEConfig(
     vocab_size=32_768,
@@ -93,17 +93,13 @@ class Training:
             self.stages[number] = stage
         named = [named for stage in self.stages.values() for named in stage.named_parameters()]
         self.parameters = [parameter for _, parameter in named]
-        self.sync = GradientSync([list(stage.parameters()) for stage in self.stages.values()])
+        self.sync, self.runtimes = sync_stages(self.stages, splits_backward=True)
         self.optimizer = AdamW(decay_groups(named, 0.1), lr=1e-4, moment_dtype=torch.bfloat16)
 
     def executor(self, schedule: Schedule, timings: Timings) -> Executor[Tensor, CausalLMContext, CausalLMOutput]:
         """Runs the stages by a schedule of their placement."""
-        runtimes = {
-            number: LaidOutStage(stage, self.sync, index, splits_backward=True)
-            for index, (number, stage) in enumerate(self.stages.items())
-        }
         group = self.ctx.mesh("dense").get_group("pp")
-        return Executor(self.stages, schedule, group, runtimes=runtimes, timed=timings)
+        return Executor(self.stages, schedule, group, runtimes=self.runtimes, timed=timings)
 
     def finish(self, weight: Tensor) -> None:
         """From gradients to the next step."""

@@ -9,16 +9,9 @@ from torch.utils.checkpoint import checkpoint
 
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_world
-from d9d.parallel import (
-    GradientSync,
-    LossSum,
-    ShardPolicy,
-    is_fully_sharded,
-    parallelize_fsdp,
-    parallelize_replicate,
-)
+from d9d.parallel import LossSum, ShardPolicy, parallelize_fsdp, parallelize_replicate
 from d9d.parallel.pipeline._executor import Executor
-from d9d.parallel.pipeline._laid_out import LaidOutStage
+from d9d.parallel.pipeline._laid_out import sync_stages
 from d9d.parallel.pipeline._schedule import Schedule
 
 MICROBATCHES = 3
@@ -76,12 +69,7 @@ def train_all(config: MeshConfig, max_unsharded: int | None, device: str = "cpu"
                 parallelize_fsdp(block, dense["dp_cp_shard"], policy=AS_STORED)
             else:
                 parallelize_replicate(block, dense["dp_replicate"])
-        rest = [[p for p in block.parameters() if not is_fully_sharded(p)] for block in stages.values()]
-        sync = GradientSync(rest, grad_dtype=torch.float64)
-        runtimes = {
-            stage: LaidOutStage(block, sync, i, splits_backward=program.splits_backward)
-            for i, (stage, block) in enumerate(stages.items())
-        }
+        sync, runtimes = sync_stages(stages, splits_backward=program.splits_backward)
         executor = Executor(stages, schedule, dense.get_group("pp"), runtimes=runtimes, max_unsharded=max_unsharded)
         expected = expected_gradients(program.stages, batch)
         for _ in range(2):  # the second step must not see the first

@@ -12,8 +12,8 @@ from torch import nn
 
 from d9d.ckpt import JobCheckpoints
 from d9d.mesh import DistContext, RandomState, materialize, seed_rank
-from d9d.parallel import GradientSync, StageInfo, global_norm, is_fully_sharded, scale_and_clip_
-from d9d.parallel.pipeline import Executor, LaidOutStage, Program, TiedParameters
+from d9d.parallel import StageInfo, global_norm, scale_and_clip_
+from d9d.parallel.pipeline import Executor, Program, TiedParameters, sync_stages
 
 from ._batch_sum import sum_losses
 from ._config import TrainerConfig
@@ -67,13 +67,8 @@ class Trainer:
         """This rank's part of the model, by stage; names in it are those of the whole."""
         self.tied = TiedParameters(self.stages, self.pp_group)
         self.parameters = {n: p for stage in self.stages.values() for n, p in stage.named_parameters()}
-        grad_dtype = torch.promote_types(getattr(torch, config.dtype), torch.float32)
-        synced = [[p for p in stage.parameters() if not is_fully_sharded(p)] for stage in self.stages.values()]
-        self.sync = GradientSync(synced, grad_dtype=grad_dtype)
-        runtimes = {
-            number: LaidOutStage(stage, self.sync, index, splits_backward=program.splits_backward)
-            for index, (number, stage) in enumerate(self.stages.items())
-        }
+        self.trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
+        self.sync, runtimes = sync_stages(self.stages, splits_backward=program.splits_backward)
         self.executor: Executor[Any, Any, Any] = Executor(
             self.stages, config.pipeline, self.pp_group, runtimes=runtimes, device=ctx.device
         )
@@ -128,10 +123,9 @@ class Trainer:
         self.tied.sum_gradients()
         total = sum_losses([loss], self.ctx)
 
-        trained = {name: parameter for name, parameter in self.parameters.items() if parameter.requires_grad}
-        norm = global_norm(trained.values(), pp_group=self.pp_group, tied=self.tied.stand_ins)
+        norm = global_norm(self.trained.values(), pp_group=self.pp_group, tied=self.tied.stand_ins)
         is_to_step = scale_and_clip_(
-            trained.items(),
+            self.trained.items(),
             weight=total.weight,
             norm=norm,
             max_norm=self.config.max_norm,

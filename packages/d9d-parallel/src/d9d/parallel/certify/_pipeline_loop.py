@@ -1,7 +1,6 @@
 """One optimizer step of a pipeline: the parts of this package, in their order."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import reduce
 from typing import Any
 
 import torch
@@ -11,11 +10,9 @@ from torch import nn
 from d9d.mesh import DistContext
 
 from .._clip import scale_and_clip_
-from .._fsdp import is_fully_sharded
 from .._loss import LossSum
 from .._norm import global_norm
-from .._sync import GradientSync
-from ..pipeline import Executor, LaidOutStage, Schedule, TiedParameters
+from ..pipeline import Executor, Schedule, TiedParameters, sync_stages
 from ._protocols import Batch, Optimizer, Step, StepResult
 
 
@@ -31,13 +28,7 @@ def pipeline_loop(
 ) -> Step[Batch]:
     """Run microbatches through the stages, sum gradients over ranks and ties, divide and clip once, step."""
     parameters = [p for p in parameters_of(stages.values()) if p.requires_grad]
-    grad_dtype = reduce(torch.promote_types, (p.dtype for p in parameters), torch.float32)
-    synced = [[p for p in stage.parameters() if not is_fully_sharded(p)] for stage in stages.values()]
-    sync = GradientSync(synced, grad_dtype=grad_dtype)
-    runtimes = {
-        number: LaidOutStage(stage, sync, index, splits_backward=splits_backward)
-        for index, (number, stage) in enumerate(stages.items())
-    }
+    sync, runtimes = sync_stages(stages, splits_backward=splits_backward)
     group = context.mesh("dense").get_group("pp")
     tied = TiedParameters(stages, group)
     executor: Executor[Any, Any, Any] = Executor(stages, schedule, group, runtimes=runtimes)

@@ -13,7 +13,7 @@ from ._derive import derive
 from ._error import ProgramError
 from ._executor import Executor
 from ._join import Branch, join
-from ._laid_out import LaidOutStage
+from ._laid_out import LaidOutStage, sync_stages
 from ._layers import distribute_layers
 from ._picture import to_svg, to_text
 from ._placement import loop_placement, v_placement
@@ -71,6 +71,7 @@ __all__ = [
     "SupportsTies",
     "TiedParameters",
     "distribute_layers",
+    "sync_stages",
     # running them
     "Executor",
     # split backward

@@ -1,13 +1,14 @@
 """The executor's view of a stage that functions of this package laid out."""
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, UnshardHandle
 
-from .._fsdp import is_gathered_for_step
+from .._fsdp import is_fully_sharded, is_gathered_for_step
 from .._layout import is_laid_out
 from .._sync import GradientSync
 
@@ -124,6 +125,31 @@ class LaidOutStage:
             self._sums[parameter] += gradient
         else:
             self._sums[parameter] = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+
+
+def sync_stages(
+    stages: Mapping[int, nn.Module], *, splits_backward: bool
+) -> tuple[GradientSync, dict[int, LaidOutStage]]:
+    """Have the gradients of a rank's stages summed over microbatches and ranks.
+
+    Args:
+        stages: By number, laid out and with their memory.
+        splits_backward: Whether the program does, of which they are the stages.
+
+    Returns:
+        The sync of all parameters that `fully_shard` does not own, in fp32 or what is wider among them, to be finished
+        after each step; and what the executor takes as ``runtimes``.
+
+    Raises:
+        ValueError: As `LaidOutStage` and `GradientSync`.
+    """
+    parameters = [list(stage.parameters()) for stage in stages.values()]
+    grad_dtype = reduce(torch.promote_types, (p.dtype for held in parameters for p in held), torch.float32)
+    sync = GradientSync([[p for p in held if not is_fully_sharded(p)] for held in parameters], grad_dtype=grad_dtype)
+    return sync, {
+        number: LaidOutStage(stage, sync, index, splits_backward=splits_backward)
+        for index, (number, stage) in enumerate(stages.items())
+    }
 
 
 def _outermost(units: Sequence[FSDPModule]) -> list[FSDPModule]:
