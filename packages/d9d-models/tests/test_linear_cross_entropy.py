@@ -1,124 +1,461 @@
-"""The chunked loss against torch's own on whole logits."""
+"""The chunked loss and what tokens get, against torch's own functions on whole logits in fp64."""
 
+import sys
+from importlib.machinery import ModuleSpec
+
+import attrs
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from d9d.models import linear_cross_entropy
+from d9d.mesh.testing import run_world
+from d9d.models import (
+    CutLinearCrossEntropyConfig,
+    LinearCrossEntropyNeed,
+    TorchLinearCrossEntropyConfig,
+    TritonLinearCrossEntropyConfig,
+    VocabularyShard,
+    linear_cross_entropy,
+    linear_cross_entropy_backends,
+    token_cross_entropy,
+    token_entropies,
+    token_log_probs,
+    top_k_log_probs,
+)
+
+OPTIONS = st.fixed_dictionaries(
+    {},
+    optional={
+        "label_smoothing": st.sampled_from([0.1, 0.7]),
+        "z_loss": st.sampled_from([1e-2, 0.5]),
+        "soft_cap": st.sampled_from([0.7, 5.0]),
+        "ignore_index": st.sampled_from([-1, 2]),
+    },
+)
 
 
-def reference(hidden, weight, labels):
-    return F.cross_entropy(hidden.flatten(0, -2) @ weight.T, labels.flatten(), reduction="sum")
+@attrs.frozen
+class Case:
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    labels: torch.Tensor
+    token_weights: torch.Tensor | None
+
+    @property
+    def operands(self):
+        return [x for x in (self.hidden, self.weight, self.bias) if x is not None and x.requires_grad]
+
+    def as_dtype(self, dtype):
+        cast = [
+            None if x is None else x.detach().to(dtype).requires_grad_(x.requires_grad) for x in attrs.astuple(self)[:3]
+        ]
+        return Case(*cast, self.labels, self.token_weights)
 
 
-def sample(shape, vocabulary, hidden_size, ignored, dtype=torch.float64, device="cpu"):
-    hidden = torch.randn(*shape, hidden_size, dtype=dtype, device=device, requires_grad=True)
-    weight = torch.randn(vocabulary, hidden_size, dtype=dtype, device=device, requires_grad=True)
-    labels = torch.randint(vocabulary, shape, device=device)
-    labels[torch.rand(shape, device=device) < ignored] = -100
-    return hidden, weight, labels
+def case(shape, classes, *, size=6, ignored=0.3, index=-100, bias=False, weighted=False, seed=0, device="cpu"):
+    draw = torch.Generator(device).manual_seed(seed)
+    kwargs = {"dtype": torch.float64, "device": device, "generator": draw}
+    labels = torch.randint(classes, shape, device=device, generator=draw)
+    labels[torch.rand(shape, device=device, generator=draw) < ignored] = index
+    return Case(
+        torch.randn(*shape, size, **kwargs).requires_grad_(),
+        torch.randn(classes, size, **kwargs).requires_grad_(),
+        torch.randn(classes, **kwargs).requires_grad_() if bias else None,
+        labels,
+        torch.rand(shape, **kwargs) if weighted else None,
+    )
 
 
-@settings(deadline=None, max_examples=60)
+def logits_of(sample, soft_cap=None):
+    logits = sample.hidden.flatten(0, -2) @ sample.weight.T
+    logits = logits if sample.bias is None else logits + sample.bias
+    return logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+
+
+def oracle(sample, *, label_smoothing=0.0, z_loss=0.0, soft_cap=None, ignore_index=-100):
+    """The loss of each token, of whole logits."""
+    logits, labels = logits_of(sample, soft_cap), sample.labels.flatten()
+    loss = F.cross_entropy(logits, labels, label_smoothing=label_smoothing, ignore_index=ignore_index, reduction="none")
+    return loss + z_loss * logits.logsumexp(-1).square() * (labels != ignore_index)
+
+
+def weighted_sum(losses, sample):
+    return losses.sum() if sample.token_weights is None else (losses * sample.token_weights.flatten()).sum()
+
+
+@settings(deadline=None, max_examples=80)
 @given(
-    shape=st.sampled_from([(1,), (7,), (2, 5), (3, 1, 4)]),
-    vocabulary=st.integers(1, 37),
+    shape=st.sampled_from([(1,), (7,), (2, 5), (3, 1, 4), (0,)]),
+    classes=st.integers(3, 37),
     rows=st.integers(1, 12),
     ignored=st.sampled_from([0.0, 0.5, 1.0]),
     trained=st.sampled_from([(True, True), (True, False), (False, True)]),
     upstream=st.sampled_from([1.0, -2.5, 0.0]),
+    options=OPTIONS,
+    bias=st.booleans(),
+    weighted=st.booleans(),
 )
-def test_equals_the_loss_of_all_logits(shape, vocabulary, rows, ignored, trained, upstream):
-    hidden, weight, labels = sample(shape, vocabulary, 6, ignored)
-    hidden.requires_grad_(trained[0])
-    weight.requires_grad_(trained[1])
-    loss = linear_cross_entropy(hidden, weight, labels, max_logits_bytes=rows * vocabulary * 8)
-    expected = reference(hidden, weight, labels)
-    torch.testing.assert_close(loss.sum, expected, rtol=1e-12, atol=1e-12)
-    assert loss.weight == (labels != -100).sum()
-    inputs = [t for t in (hidden, weight) if t.requires_grad]
-    found = torch.autograd.grad(loss.sum * upstream, inputs)
-    for gradient, wanted in zip(found, torch.autograd.grad(expected * upstream, inputs)):
-        torch.testing.assert_close(gradient, wanted, rtol=1e-11, atol=1e-12)
-
-
-def test_gradcheck():
-    hidden, weight, labels = sample((5,), 7, 3, 0.3)
-    assert torch.autograd.gradcheck(
-        lambda h, w: linear_cross_entropy(h, w, labels, max_logits_bytes=1).sum, (hidden, weight)
+def test_equals_the_loss_of_all_logits(shape, classes, rows, ignored, trained, upstream, options, bias, weighted):
+    index = options.get("ignore_index", -100)
+    sample = case(shape, classes, ignored=ignored, index=index, bias=bias, weighted=weighted)
+    sample.hidden.requires_grad_(trained[0])
+    sample.weight.requires_grad_(trained[1])
+    loss = linear_cross_entropy(
+        sample.hidden,
+        sample.weight,
+        sample.labels,
+        bias_V=sample.bias,
+        token_weights=sample.token_weights,
+        max_logits_bytes=rows * classes * 8,
+        **options,
     )
+    expected = weighted_sum(oracle(sample, **options), sample)
+    torch.testing.assert_close(loss.sum, expected, rtol=1e-12, atol=1e-12)
+    kept = sample.labels != index
+    torch.testing.assert_close(loss.weight, kept.sum() if not weighted else sample.token_weights[kept].sum())
+    assert loss.weight.dtype == (torch.float64 if weighted else torch.int64)
+    found = torch.autograd.grad(loss.sum * upstream, sample.operands)
+    wanted = torch.autograd.grad(expected * upstream, sample.operands, materialize_grads=True, allow_unused=True)
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
 
 
-def test_holds_one_chunk_of_logits_and_nothing_without_gradients(monkeypatch):
+@settings(deadline=None, max_examples=60)
+@given(
+    shape=st.sampled_from([(1,), (7,), (2, 5), (0,)]),
+    classes=st.integers(3, 37),
+    rows=st.integers(1, 12),
+    options=OPTIONS,
+    bias=st.booleans(),
+)
+def test_tokens_get_losses_entropies_and_best_classes_of_all_logits(shape, classes, rows, options, bias):
+    sample = case(shape, classes, index=options.get("ignore_index", -100), bias=bias)
+    chunked = {"bias_V": sample.bias, "max_logits_bytes": rows * classes * 8}
+    losses = token_cross_entropy(sample.hidden, sample.weight, sample.labels, **chunked, **options)
+    upstream = torch.randn(shape, dtype=torch.float64)
+    expected = oracle(sample, **options).view(shape)
+    torch.testing.assert_close(losses, expected, rtol=1e-12, atol=1e-12)
+    found, wanted = (torch.autograd.grad((x * upstream).sum(), sample.operands) for x in (losses, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+
+    chunked["soft_cap"] = options.get("soft_cap")
+    log_probs = logits_of(sample, options.get("soft_cap")).log_softmax(-1).view(*shape, classes)
+    entropies = token_entropies(sample.hidden, sample.weight, **chunked)
+    expected = -(log_probs.exp() * log_probs).sum(-1)
+    torch.testing.assert_close(entropies, expected, rtol=1e-10, atol=1e-12)
+    found, wanted = (torch.autograd.grad((x * upstream).sum(), sample.operands) for x in (entropies, expected))
+    torch.testing.assert_close(found, wanted, rtol=1e-9, atol=1e-12)
+
+    best = top_k_log_probs(sample.hidden, sample.weight, 3, **chunked)
+    torch.testing.assert_close(best.log_probs, log_probs.topk(3).values.detach(), rtol=1e-10, atol=1e-12)
+    assert torch.equal(best.classes, log_probs.topk(3).indices)
+
+
+def test_log_probabilities_are_those_of_the_labels():
+    sample = case((9,), 11)
+    found = token_log_probs(sample.hidden, sample.weight, sample.labels)
+    kept = sample.labels != -100
+    wanted = logits_of(sample).log_softmax(-1)[kept, sample.labels[kept]]
+    torch.testing.assert_close(found[kept], wanted)
+    assert (found[~kept] == 0).all()
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.3}, {"z_loss": 0.1}, {"soft_cap": 2.0}])
+def test_gradcheck(options):
+    sample = case((5,), 7, bias=True)
+
+    def total(hidden, weight, bias):
+        return linear_cross_entropy(hidden, weight, sample.labels, bias_V=bias, max_logits_bytes=1, **options).sum
+
+    def each(hidden, weight, bias):
+        return token_cross_entropy(hidden, weight, sample.labels, bias_V=bias, max_logits_bytes=1, **options)
+
+    assert torch.autograd.gradcheck(total, sample.operands)
+    assert torch.autograd.gradcheck(each, sample.operands)
+
+
+def test_shifted_labels_are_those_of_the_next_position():
+    sample = case((2, 6), 9)
+    found = linear_cross_entropy(sample.hidden, sample.weight, sample.labels, shift=True)
+    wanted = linear_cross_entropy(sample.hidden[:, :-1], sample.weight, sample.labels[:, 1:])
+    torch.testing.assert_close(found.sum, wanted.sum)
+    assert found.weight == wanted.weight
+
+
+def test_a_loss_may_be_differentiated_twice_and_after_that_once_more():
+    sample = case((5,), 7)
+    loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
+    first = torch.autograd.grad(loss * 3, sample.operands, retain_graph=True)
+    [of_hidden] = torch.autograd.grad(loss * 3, [sample.hidden], retain_graph=True)
+    last = torch.autograd.grad(loss * 3, sample.operands)
+    assert torch.equal(of_hidden, first[0])
+    torch.testing.assert_close(last, first, rtol=0, atol=0)
+
+
+@pytest.fixture
+def products(monkeypatch):
+    """Shapes of the matrix products that are made."""
     made = []
-    plain = torch.Tensor.logsumexp
-    monkeypatch.setattr(torch.Tensor, "logsumexp", lambda x, *a, **k: made.append(x.shape) or plain(x, *a, **k))
-    hidden, weight, labels = sample((10,), 8, 4, 0.0)
+    for name in ("mm", "addmm"):
+        plain = getattr(torch, name)
+
+        def product(*args, plain=plain, **kwargs):
+            out = plain(*args, **kwargs)
+            made.append(tuple(out.shape))
+            return out
+
+        monkeypatch.setattr(torch, name, product)
+    return made
+
+
+def test_one_product_for_the_loss_three_with_gradients_four_for_tokens(products):
+    sample = case((10,), 80, size=4)
     with torch.no_grad():
-        linear_cross_entropy(hidden, weight, labels, max_logits_bytes=3 * 8 * 8)
-    assert made == [(3, 8), (3, 8), (3, 8), (1, 8)]
+        linear_cross_entropy(sample.hidden, sample.weight, sample.labels)
+    assert products == [(10, 80)]
+    products.clear()
+    linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum.backward()
+    assert products == [(10, 80), (10, 4), (80, 4)]
+    products.clear()
+    token_cross_entropy(sample.hidden, sample.weight, sample.labels).sum().backward()
+    assert products == [(10, 80), (10, 80), (10, 4), (80, 4)]
 
 
-def test_bf16_is_as_near_to_fp64_as_bf16_allows():
-    hidden, weight, labels = sample((64,), 50, 32, 0.1, torch.bfloat16)
-    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    loss = linear_cross_entropy(hidden, weight, labels, max_logits_bytes=1 << 10)
-    expected = reference(*wide, labels)
+def test_holds_one_chunk_of_logits(products):
+    sample = case((10,), 80, size=4)
+    linear_cross_entropy(sample.hidden, sample.weight, sample.labels, max_logits_bytes=3 * 80 * 8).sum.backward()
+    assert products == [*[(3, 80), (3, 4), (80, 4)] * 3, (1, 80), (1, 4), (80, 4)]
+
+
+class Largest(TorchDispatchMode):
+    """Keeps the size of the largest tensor that was made."""
+
+    numel = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        out = function(*args, **(kwargs or {}))
+        if isinstance(out, torch.Tensor):
+            self.numel = max(self.numel, out.numel())
+        return out
+
+
+def test_a_pass_for_the_input_runs_nothing_of_the_weight():
+    sample = case((10,), 80, size=4)
+    loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
+    with Largest() as largest:
+        torch.autograd.grad(loss, [sample.hidden], retain_graph=True)
+    assert largest.numel == sample.hidden.numel()
+    with Largest() as largest:
+        torch.autograd.grad(loss, [sample.weight])
+    assert largest.numel == sample.weight.numel()
+
+
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}])
+def test_bf16_is_as_near_to_fp64_as_bf16_allows(options):
+    sample = case((64,), 50, size=32, bias=True).as_dtype(torch.bfloat16)
+    loss = linear_cross_entropy(
+        sample.hidden, sample.weight, sample.labels, bias_V=sample.bias, max_logits_bytes=1 << 10, **options
+    )
+    exact = sample.as_dtype(torch.float64)
+    expected = oracle(exact, **options).sum()
     assert loss.sum.dtype == torch.float32
     torch.testing.assert_close(loss.sum.double(), expected, rtol=1e-5, atol=0)
-    for gradient, wanted in zip(torch.autograd.grad(loss.sum, (hidden, weight)), torch.autograd.grad(expected, wide)):
+    assert_near(torch.autograd.grad(loss.sum, sample.operands), torch.autograd.grad(expected, exact.operands))
+
+
+def assert_near(found, wanted, tolerance=2**-7):
+    for gradient, truth in zip(found, wanted, strict=True):
         assert gradient.dtype == torch.bfloat16
-        assert (gradient.double() - wanted).norm() < 2**-7 * wanted.norm()
+        assert (gradient.double() - truth).norm() < tolerance * truth.norm()
 
 
-def test_shapes_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match=r"needs labels \(2, 3\) and a weight \(V, 4\), got labels \(2,\)"):
-        linear_cross_entropy(torch.ones(2, 3, 4), torch.ones(5, 4), torch.ones(2, dtype=torch.int64))
-
-
-def test_computes_no_gradient_where_none_is_recorded(monkeypatch):
-    def refuse(*_args, **_kwargs):
-        raise AssertionError("a product for a gradient")
-
-    hidden, weight, labels = sample((10,), 8, 4, 0.0)
-    monkeypatch.setattr(torch, "mm", refuse)
-    with torch.no_grad():
-        linear_cross_entropy(hidden, weight, labels)
-    with pytest.raises(AssertionError, match="a product for a gradient"):
-        linear_cross_entropy(hidden, weight, labels)
+def test_a_thousand_chunks_lose_nothing_of_the_weights_gradient_to_bf16():
+    sample = case((1000,), 8, size=4).as_dtype(torch.bfloat16)
+    loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels, max_logits_bytes=1)
+    exact = sample.as_dtype(torch.float64)
+    [found], [wanted] = (
+        torch.autograd.grad(x, [s.weight]) for x, s in ((loss.sum, sample), (oracle(exact).sum(), exact))
+    )
+    # as the gradient of logits is rounded, and the sum once more
+    assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
 
 
 def test_autocast_narrows_nothing():
-    hidden, weight, labels = sample((64,), 50, 32, 0.1, torch.float32)
+    sample = case((64,), 50, size=32).as_dtype(torch.float32)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = linear_cross_entropy(hidden, weight, labels).sum
-    expected = reference(hidden, weight, labels)
-    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
-    found, wanted = (torch.autograd.grad(x, (hidden, weight)) for x in (loss, expected))
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+        loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
+        losses = token_cross_entropy(sample.hidden, sample.weight, sample.labels).sum()
+    expected = oracle(sample).sum()
+    for x in (loss, losses):
+        torch.testing.assert_close(x, expected, rtol=1e-5, atol=0)
+        found, wanted = (torch.autograd.grad(y, sample.operands, retain_graph=True) for y in (x, expected))
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
 def test_one_token_needs_no_batch():
-    hidden, weight, _ = sample((), 7, 4, 0.0)
-    loss = linear_cross_entropy(hidden, weight, torch.tensor(3))
-    torch.testing.assert_close(loss.sum, reference(hidden[None], weight, torch.tensor([3])))
+    sample = case((1,), 7)
+    loss = linear_cross_entropy(sample.hidden[0], sample.weight, torch.tensor(3))
+    torch.testing.assert_close(loss.sum, F.cross_entropy(logits_of(sample), torch.tensor([3])))
 
 
-def test_dtypes_that_do_not_go_together_are_refused():
-    with pytest.raises(ValueError, match=r"hidden is torch.bfloat16 and the weight is torch.float32: cast"):
-        linear_cross_entropy(torch.ones(2, 4).bfloat16(), torch.ones(5, 4), torch.ones(2, dtype=torch.int64))
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"labels": torch.ones(2, dtype=torch.int64)},
+            r"needs labels \(2, 3\) and a weight \(V, 4\), got labels \(2,\)",
+        ),
+        ({"weight_VH": torch.ones(5, 4).bfloat16()}, r"hidden is torch.float32 and the weight is torch.bfloat16: cast"),
+        ({"bias_V": torch.ones(4)}, r"a weight of 5 classes needs a bias of as many, got \(4,\)"),
+        ({"token_weights": torch.ones(2)}, r"token_weights are \(2,\), labels \(2, 3\)"),
+        ({"labels": torch.full((2, 3), 5)}, r"the label 5 is none of 5 classes, nor ignored \(-100\)"),
+        ({"labels": torch.full((2, 3), -1)}, r"the label -1 is none of 5 classes"),
+        ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and less than 1"),
+        ({"z_loss": -1.0}, "z_loss=-1.0 must not be negative"),
+        ({"soft_cap": 0.0}, "soft_cap=0.0 must be greater than 0"),
+        ({"backend": "tritn"}, r"unknown linear cross-entropy backend 'tritn', .* did you mean 'triton'"),
+        ({"backend": "triton"}, r"'triton', asked for in the configuration, runs on \['cuda'\] only"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(changes, message):
+    arguments = {"hidden": torch.ones(2, 3, 4), "weight_VH": torch.ones(5, 4), "labels": torch.zeros(2, 3).long()}
+    with pytest.raises(ValueError, match=message):
+        linear_cross_entropy(**(arguments | changes))
 
 
-@pytest.mark.gpu
-def test_cuda_bf16_against_fp64():
-    hidden, weight, labels = sample((4, 500), 3001, 256, 0.1, torch.bfloat16, "cuda")
-    wide = [t.detach().double().requires_grad_() for t in (hidden, weight)]
-    loss = linear_cross_entropy(hidden, weight, labels, max_logits_bytes=1 << 20)
-    expected = reference(*wide, labels)
-    torch.testing.assert_close(loss.sum.double(), expected, rtol=1e-5, atol=0)
-    for gradient, wanted in zip(
-        torch.autograd.grad(loss.sum * 0.5, (hidden, weight)), torch.autograd.grad(expected * 0.5, wide)
-    ):
-        assert (gradient.double() - wanted).norm() < 2**-7 * wanted.norm()
+def test_backends_say_what_they_cannot():
+    choose = linear_cross_entropy_backends.choose
+    assert choose(None, LinearCrossEntropyNeed(device_type="cuda", dtype=torch.bfloat16)).config.kind == "torch"
+    triton = TritonLinearCrossEntropyConfig()
+    assert triton.refusal(LinearCrossEntropyNeed(device_type="cuda", features=frozenset({"bias", "z_loss"}))) is None
+    assert "not torch.float64" in triton.refusal(LinearCrossEntropyNeed(dtype=torch.float64))
+    cut = CutLinearCrossEntropyConfig()
+    assert "d9d-models[cce]" in cut.refusal(LinearCrossEntropyNeed())
+    with pytest.raises(ImportError, match=r"d9d-models\[cce\]"):
+        cut.build()
+
+
+class Called:
+    """cut-cross-entropy with the parameters of 25.1, or of later ones; keeps the settings it was called with."""
+
+    def __init__(self, version):
+        self.settings = None
+        self.linear_cross_entropy = self.early if version == "early" else self.late
+
+    def early(self, e, c, targets, *, ignore_index, softcap, reduction, filter_eps):
+        self.settings = {"filter_eps": filter_eps}
+        return F.cross_entropy(e @ c.T, targets, ignore_index=ignore_index, reduction=reduction)
+
+    def late(self, e, c, targets, *, ignore_index, softcap, reduction, filter_eps, accum_e_fp32, accum_c_fp32):
+        self.settings = {"filter_eps": filter_eps, "accum_e_fp32": accum_e_fp32, "accum_c_fp32": accum_c_fp32}
+        return F.cross_entropy(e @ c.T, targets, ignore_index=ignore_index, reduction=reduction)
+
+
+@pytest.mark.parametrize(
+    ("version", "settings"),
+    [("early", {"filter_eps": None}), ("late", {"filter_eps": None, "accum_e_fp32": True, "accum_c_fp32": True})],
+)
+def test_cut_cross_entropy_is_called_as_its_version_wants(monkeypatch, version, settings):
+    called = Called(version)
+    module = type(sys)("cut_cross_entropy")
+    module.linear_cross_entropy = called.linear_cross_entropy
+    module.__spec__ = ModuleSpec("cut_cross_entropy", None)
+    monkeypatch.setitem(sys.modules, "cut_cross_entropy", module)
+    monkeypatch.setattr(
+        CutLinearCrossEntropyConfig, "capabilities", TorchLinearCrossEntropyConfig.capabilities
+    )  # the CPU will do for this
+    sample = case((9,), 11, weighted=True)
+    loss = linear_cross_entropy(
+        sample.hidden, sample.weight, sample.labels, token_weights=sample.token_weights, backend="cce"
+    )
+    torch.testing.assert_close(loss.sum, weighted_sum(oracle(sample), sample), check_dtype=False)
+    assert called.settings == settings
+
+
+def test_compiles_to_one_graph_without_recompilation_over_token_counts():
+    def mean(hidden, weight, labels, bias):
+        loss = linear_cross_entropy(hidden * 2, weight, labels, bias_V=bias, label_smoothing=0.1, z_loss=1e-2)
+        return loss.sum / loss.weight
+
+    torch._dynamo.reset()
+    frames = CompileCounter()
+    compiled = torch.compile(mean, fullgraph=True, backend=frames, dynamic=True)
+    for tokens in (5, 8, 13, 21, 34):
+        sample = case((tokens,), 11, bias=True)
+        arguments = (sample.hidden, sample.weight, sample.labels, sample.bias)
+        found, expected = compiled(*arguments), mean(*arguments)
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(
+            torch.autograd.grad(found, sample.operands), torch.autograd.grad(expected, sample.operands)
+        )
+    assert frames.frame_count == 1
+
+
+def split_vocabulary(options_of):
+    """Every rank's numbers of several cases, each on the whole and on this rank's part."""
+    group = dist.group.WORLD
+    found = []
+    for classes, options in options_of:
+        sample = case((7,), classes, bias=True, weighted=True)
+        shard = VocabularyShard(group, classes)
+        held = slice(shard.start, shard.start + shard.held)
+        part = attrs.evolve(
+            sample,
+            weight=sample.weight.detach()[held].requires_grad_(),
+            bias=sample.bias.detach()[held].requires_grad_(),
+        )
+        kept = {"bias_V": part.bias, "shard": shard, "max_logits_bytes": 3 * 8 * shard.length}
+        loss = linear_cross_entropy(
+            part.hidden, part.weight, part.labels, token_weights=part.token_weights, **kept, **options
+        )
+        whole = weighted_sum(oracle(sample, **options), sample)
+        torch.testing.assert_close(loss.sum, whole, rtol=1e-12, atol=1e-12)
+        assert_parts(loss.sum, whole, part, sample, held)
+        losses = token_cross_entropy(part.hidden, part.weight, part.labels, **kept, **options)
+        entropies = token_entropies(part.hidden, part.weight, **kept, soft_cap=options.get("soft_cap"))
+        log_probs = logits_of(sample, options.get("soft_cap")).log_softmax(-1)
+        upstream = torch.arange(1.0, 8, dtype=torch.float64)
+        assert_parts(losses @ upstream, oracle(sample, **options) @ upstream, part, sample, held)
+        assert_parts(entropies @ upstream, -(log_probs.exp() * log_probs).sum(-1) @ upstream, part, sample, held)
+        best = top_k_log_probs(part.hidden, part.weight, 3, **kept, soft_cap=options.get("soft_cap"))
+        torch.testing.assert_close(best.log_probs, log_probs.topk(3).values.detach())
+        assert torch.equal(best.classes, log_probs.topk(3).indices)
+        found.append(loss.sum.item())
+    return found
+
+
+def assert_parts(found, wanted, part, sample, held):
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+    of_hidden, *of_part = torch.autograd.grad(found, part.operands)
+    expected, *of_whole = torch.autograd.grad(wanted, sample.operands)
+    torch.testing.assert_close(of_hidden, expected, rtol=1e-10, atol=1e-12)
+    for mine, all_of_it in zip(of_part, of_whole, strict=True):
+        torch.testing.assert_close(mine, all_of_it[held], rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_a_vocabulary_split_over_ranks_is_the_whole(ranks):
+    everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
+    # 5 classes on 4 ranks: two, two, one, none
+    cases = [(classes, options) for classes in (5, 12, 13) for options in ({}, everything)]
+    found = run_world(ranks, split_vocabulary, cases)
+    assert all(rank == found[0] for rank in found)
+
+
+def test_a_part_of_another_size_is_refused():
+    [message] = run_world(1, refused_part)
+    assert "rank 0 of 1 holds 4 of 4 classes, got a weight of 5" in message
+
+
+def refused_part():
+    shard = VocabularyShard(dist.group.WORLD, 4)
+    try:
+        linear_cross_entropy(torch.ones(2, 3), torch.ones(5, 3), torch.zeros(2).long(), shard=shard)
+    except ValueError as error:
+        return str(error)
+    return ""

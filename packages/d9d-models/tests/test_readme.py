@@ -1,11 +1,15 @@
-"""The README's snippet runs as it stands."""
+"""The README's snippets run as they stand."""
 
 import re
 from pathlib import Path
 
+import pytest
 
-def test_readme_snippet_runs(tmp_path, monkeypatch):
+README = (Path(__file__).parents[1] / "README.md").read_text()
+SNIPPETS = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
+
+
+@pytest.mark.parametrize("snippet", SNIPPETS, ids=range(len(SNIPPETS)))
+def test_readme_snippet_runs(snippet, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    readme = (Path(__file__).parents[1] / "README.md").read_text()
-    (snippet,) = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
     exec(compile(snippet, "README.md", "exec"), {})

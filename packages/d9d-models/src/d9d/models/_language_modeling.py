@@ -1,6 +1,8 @@
 """What causal language models share: their inputs, their output and their head."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import cast
 
 import attrs
 import torch
@@ -10,7 +12,8 @@ from torch.utils._pytree import register_dataclass
 from d9d.attn import AttentionMask
 from d9d.parallel import LossSum
 
-from ._linear_cross_entropy import linear_cross_entropy
+from ._cross_entropy._backend import LinearCrossEntropyConfig
+from ._cross_entropy._linear import MAX_LOGITS_BYTES, linear_cross_entropy
 
 INIT_STD = 0.02
 
@@ -53,16 +56,41 @@ class TokenEmbedding(nn.Embedding):
         nn.init.normal_(self.weight, std=INIT_STD)
 
 
+@attrs.frozen(kw_only=True)
+class HeadConfig:
+    """How a language modelling head scores and is trained; see `linear_cross_entropy`."""
+
+    label_smoothing: float = 0.0
+    """Share of the target that is spread evenly over the vocabulary."""
+
+    z_loss: float = 0.0
+    """Factor of the squared log-partition in the loss."""
+
+    soft_cap: float | None = None
+    """Bound of the logits, in the loss and out of it."""
+
+    backend: LinearCrossEntropyConfig | str | None = None
+    """Of the loss: settings or kind; none: the environment says, else the default."""
+
+    max_logits_bytes: int = MAX_LOGITS_BYTES
+    """Memory for the logits of a chunk of tokens."""
+
+
+_PLAIN = HeadConfig()
+
+
 class LanguageModelingHead(nn.Module):
     """Scores of the next token.
 
     Args:
         hidden_size: H.
         vocab_size: V; the weight is (V, H).
+        config: Loss and scores.
     """
 
-    def __init__(self, hidden_size: int, vocab_size: int) -> None:
+    def __init__(self, hidden_size: int, vocab_size: int, *, config: HeadConfig = _PLAIN) -> None:
         super().__init__()
+        self.config = config
         self.weight = nn.Parameter(torch.empty(vocab_size, hidden_size))
         self.reset_parameters()
 
@@ -82,6 +110,81 @@ class LanguageModelingHead(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor | None) -> CausalLMOutput:
         """Loss of (B, S, H) against labels (B, S), without holding all logits; without labels the logits."""
-        if labels is None:
-            return CausalLMOutput(logits=nn.functional.linear(hidden, self.weight))
-        return CausalLMOutput(loss=linear_cross_entropy(hidden, self.weight, labels))
+        return _score(hidden, self.weight, labels, self.config)
+
+
+class SegmentedLanguageModelingHead(nn.Module):
+    """A head whose vocabulary comes in segments with a weight each: to add tokens beside those of a trained model, say.
+
+    Token ids count through the segments in their order. Each pass puts the weights together, which copies them.
+
+    Args:
+        hidden_size: H.
+        segments: Number of tokens of each, by name; weights are ``segments.NAME.weight``.
+        config: Loss and scores.
+    """
+
+    def __init__(self, hidden_size: int, segments: Mapping[str, int], *, config: HeadConfig = _PLAIN) -> None:
+        super().__init__()
+        self.config = config
+        self.segments = nn.ModuleDict(
+            {name: LanguageModelingHead(hidden_size, size) for name, size in segments.items()}
+        )
+
+    def tie(self, embedding: "SegmentedTokenEmbedding") -> None:
+        """Use the weights of an embedding with the same segments from now on.
+
+        Raises:
+            ValueError: Its segments are others, or it is parallelized already.
+        """
+        if list(embedding.segments) != list(self.segments):
+            raise ValueError(f"the embedding has the segments {[*embedding.segments]}, the head {[*self.segments]}")
+        for head, tokens in zip(self.segments.values(), embedding.segments.values()):
+            assert isinstance(head, LanguageModelingHead)
+            assert isinstance(tokens, TokenEmbedding)
+            head.tie(tokens)
+
+    def forward(self, hidden: Tensor, labels: Tensor | None) -> CausalLMOutput:
+        """As of `LanguageModelingHead`."""
+        weight = torch.cat([cast("Tensor", segment.weight) for segment in self.segments.values()])
+        return _score(hidden, weight, labels, self.config)
+
+
+class SegmentedTokenEmbedding(nn.Module):
+    """An embedding whose vocabulary comes in segments with a weight each; see `SegmentedLanguageModelingHead`."""
+
+    def __init__(self, segments: Mapping[str, int], hidden_size: int) -> None:
+        super().__init__()
+        self.segments = nn.ModuleDict({name: TokenEmbedding(size, hidden_size) for name, size in segments.items()})
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(..., H) for ids (...)."""
+        start = 0
+        found: Tensor | None = None
+        for segment in self.segments.values():
+            assert isinstance(segment, TokenEmbedding)
+            is_here = (ids >= start) & (ids < start + segment.num_embeddings)
+            rows = segment((ids - start).where(is_here, 0)) * is_here[..., None]
+            found = rows if found is None else found + rows
+            start += segment.num_embeddings
+        assert found is not None
+        return found
+
+
+def _score(hidden: Tensor, weight: Tensor, labels: Tensor | None, config: HeadConfig) -> CausalLMOutput:
+    if labels is None:
+        logits = nn.functional.linear(hidden, weight)
+        if config.soft_cap is not None:
+            logits = config.soft_cap * torch.tanh(logits / config.soft_cap)
+        return CausalLMOutput(logits=logits)
+    loss = linear_cross_entropy(
+        hidden,
+        weight,
+        labels,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+        soft_cap=config.soft_cap,
+        backend=config.backend,
+        max_logits_bytes=config.max_logits_bytes,
+    )
+    return CausalLMOutput(loss=loss)

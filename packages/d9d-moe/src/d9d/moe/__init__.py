@@ -20,7 +20,7 @@ from ._grouped_mm import (
 )
 from ._layer import MoELayer
 from ._local import LocalDispatcher, LocalDispatcherConfig
-from ._registry import Choice
+from ._registry import BackendConfig, Choice, Registry
 from ._router import Routing, TopKRouter
 from ._swiglu import SwiGLU
 
@@ -50,5 +50,7 @@ __all__ = [
     "TorchGroupedMMConfig",
     "grouped_mm_backends",
     # Choice of either
+    "BackendConfig",
     "Choice",
+    "Registry",
 ]

@@ -1,0 +1,1 @@
+"""Cross-entropy of a linear layer's output, without the output."""

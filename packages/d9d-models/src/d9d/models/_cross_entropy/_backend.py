@@ -1,0 +1,91 @@
+"""Backends of the summed loss, and the choice of one."""
+
+import abc
+from typing import ClassVar, Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from d9d.moe import BackendConfig, Registry
+
+from ._options import LossOptions
+from ._vocabulary import VocabularyShard
+
+
+class LinearCrossEntropy(Protocol):
+    """The sum of the losses of all tokens, differentiable in hidden states, weight and bias."""
+
+    def __call__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        weights_N: Tensor | None,
+        *,
+        options: LossOptions,
+        shard: VocabularyShard | None,
+        max_logits_bytes: int,
+    ) -> Tensor:
+        """Return the 0-dim sum, fp32 or fp64. Token weights are fp32 or fp64 and need no gradient."""
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class LinearCrossEntropyNeed:
+    """What is asked of a backend; None is not known yet and not checked."""
+
+    device_type: str | None = None
+    """Where it runs."""
+
+    dtype: torch.dtype | None = None
+    """Dtype of hidden states and weight."""
+
+    features: frozenset[str] = frozenset()
+    """What is asked for of: bias, label_smoothing, z_loss, soft_cap, token_weights, vocabulary_shard."""
+
+
+FEATURES = frozenset({"bias", "label_smoothing", "z_loss", "soft_cap", "token_weights", "vocabulary_shard"})
+
+
+@attrs.frozen(kw_only=True)
+class LossCapabilities:
+    """One row of the capability table; None means any."""
+
+    device_types: frozenset[str] | None = None
+    """Where it runs."""
+
+    dtypes: frozenset[torch.dtype] | None = None
+    """Dtypes it takes."""
+
+    features: frozenset[str] = FEATURES
+    """What it can."""
+
+
+class LinearCrossEntropyConfig(BackendConfig[LinearCrossEntropyNeed]):
+    """Base of the backends' settings; register a subclass with ``linear_cross_entropy_backends.register``."""
+
+    capabilities: ClassVar[LossCapabilities]
+    """Its row of the capability table."""
+
+    @abc.abstractmethod
+    def build(self) -> LinearCrossEntropy:
+        """Make the backend."""
+
+    def refusal(self, need: LinearCrossEntropyNeed) -> str | None:
+        """Say what of the need the capability table does not cover."""
+        can = self.capabilities
+        if can.device_types is not None and need.device_type is not None and need.device_type not in can.device_types:
+            return f"runs on {sorted(can.device_types)} only, not on {need.device_type!r}; choose another backend"
+        if can.dtypes is not None and need.dtype is not None and need.dtype not in can.dtypes:
+            return f"takes {sorted(map(str, can.dtypes))} only, not {need.dtype!r}; choose another backend"
+        if missing := sorted(need.features - can.features):
+            return f"lacks {', '.join(missing)}; choose another backend"
+        return None
+
+
+linear_cross_entropy_backends: Registry[LinearCrossEntropyConfig, LinearCrossEntropyNeed] = Registry(
+    "linear cross-entropy backend", env="D9D_LINEAR_CE_BACKEND"
+)
+"""Losses by kind; ``choose`` picks one."""

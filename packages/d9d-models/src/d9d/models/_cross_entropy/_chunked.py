@@ -1,0 +1,183 @@
+"""Backends that go chunk by chunk: how their sum becomes differentiable, for autograd and for torch.compile."""
+
+from collections.abc import Callable
+from typing import Any
+
+import attrs
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ._options import LossOptions
+from ._products import wide
+from ._three_products import ChunkLoss, Precision, sum_and_gradients
+from ._vocabulary import VocabularyShard
+
+CHUNK_LOSSES: dict[str, Callable[[], ChunkLoss]] = {}
+"""By the name under which the operator finds them: its arguments are tensors and plain values. Called to load one."""
+
+
+ALIGNMENT = 256
+"""Chunks are multiples of so many tokens, where memory allows for that: tiles of a matrix product."""
+
+
+@attrs.frozen(kw_only=True)
+class ChunkedLinearCrossEntropy:
+    """See `LinearCrossEntropy`."""
+
+    chunk_loss: str
+    """A key of `CHUNK_LOSSES`."""
+
+    rounds_logits: bool = False
+    """Whether logits are rounded to the dtype of the hidden states, as those of `torch.nn.Linear` are."""
+
+    rounds_weight_gradient: bool = False
+    """Whether the gradients of weight and bias are summed over chunks in the dtype of the weight."""
+
+    def __call__(
+        self,
+        hidden_NH: Tensor,
+        weight_VH: Tensor,
+        bias_V: Tensor | None,
+        labels_N: Tensor,
+        weights_N: Tensor | None,
+        *,
+        options: LossOptions,
+        shard: VocabularyShard | None,
+        max_logits_bytes: int,
+    ) -> Tensor:
+        """Make the sum and its gradients, and hand the gradients out in backward."""
+        exact = wide(hidden_NH.dtype)
+        logits_dtype = hidden_NH.dtype if self.rounds_logits else exact
+        classes = weight_VH.shape[0] if shard is None else shard.length  # as many chunks on all ranks
+        chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
+        if chunk > ALIGNMENT:
+            chunk -= chunk % ALIGNMENT
+        operands = (hidden_NH, weight_VH, bias_V)
+        needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
+        made = _linear_cross_entropy(
+            hidden_NH.detach(),
+            weight_VH.detach(),
+            None if bias_V is None else bias_V.detach(),
+            labels_N,
+            weights_N,
+            options.ignore_index,
+            options.label_smoothing,
+            options.z_loss,
+            options.soft_cap,
+            None if shard is None else shard.group.group_name,
+            0 if shard is None else shard.total,
+            chunk,
+            needs,
+            self.chunk_loss,
+            logits_dtype,
+            weight_VH.dtype if self.rounds_weight_gradient else exact,
+        )
+        # Each gradient has a node of its own, which adds 0 to the sum: a split backward pass runs those it is to run.
+        total: Tensor = made[0]
+        for operand, gradient, is_needed in zip(operands, made[1:], needs):
+            if is_needed:
+                total = total + _Gradient.apply(operand, gradient, made[0])
+        return total
+
+
+class _Gradient(torch.autograd.Function):
+    """A 0 that depends on an operand, with a gradient that is known up to a factor."""
+
+    @staticmethod
+    def forward(ctx: Any, operand: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
+        ctx.save_for_backward(gradient)
+        ctx.dtype = operand.dtype
+        return torch.zeros_like(like)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
+        (gradient,) = ctx.saved_tensors
+        if gradient.dtype == ctx.dtype and _is_last_backward():
+            return gradient.mul_(factor), None, None  # there may be no memory for another
+        made = torch.empty_like(gradient, dtype=ctx.dtype)
+        return torch.mul(gradient, factor.to(gradient.dtype), out=made), None, None
+
+
+def _is_last_backward() -> bool:
+    """Whether autograd frees the graph as it goes, so that nobody will read saved tensors again."""
+    if torch.compiler.is_compiling():
+        return False
+    engine: Any = torch._C  # noqa: SLF001 - it tells nobody else
+    return not engine._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
+
+
+# One operator, opaque to torch.compile: its loop depends on the number of tokens, and it may talk to other ranks.
+@torch.library.custom_op("d9d::linear_cross_entropy", mutates_args=())
+def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from autograd
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    weights_N: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float | None,
+    group_name: str | None,
+    classes: int,
+    chunk: int,
+    needs: list[bool],
+    chunk_loss: str,
+    logits_dtype: torch.dtype,
+    weight_gradient_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    shard = None
+    if group_name is not None:
+        group_of: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001 - as functional collectives do
+        shard = VocabularyShard(group_of(group_name), classes)
+    made = sum_and_gradients(
+        hidden_NH,
+        weight_VH,
+        bias_V,
+        labels_N,
+        weights_N,
+        options=LossOptions(
+            ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap
+        ),
+        shard=shard,
+        chunk=chunk,
+        needs=(needs[0], needs[1], needs[2]),
+        chunk_loss=CHUNK_LOSSES[chunk_loss](),
+        precision=Precision(logits=logits_dtype, weight_gradient=weight_gradient_dtype),
+    )
+    gradients = (made.hidden_NH, made.weight_VH, made.bias_V)
+    absent = hidden_NH.new_empty(0)
+    of_hidden, of_weight, of_bias = (absent.clone() if gradient is None else gradient for gradient in gradients)
+    return made.total, of_hidden, of_weight, of_bias
+
+
+@_linear_cross_entropy.register_fake
+def _(  # noqa: PLR0917
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    weights_N: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float | None,
+    group_name: str | None,
+    classes: int,
+    chunk: int,
+    needs: list[bool],
+    chunk_loss: str,
+    logits_dtype: torch.dtype,
+    weight_gradient_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    del bias_V, labels_N, weights_N, ignore_index, label_smoothing, z_loss, soft_cap, group_name, classes, chunk
+    del chunk_loss, logits_dtype
+    total = hidden_NH.new_empty((), dtype=wide(hidden_NH.dtype))
+    of_hidden = torch.empty_like(hidden_NH) if needs[0] else hidden_NH.new_empty(0)
+    weight_like = torch.empty_like(weight_VH, dtype=weight_gradient_dtype)
+    of_weight = weight_like if needs[1] else hidden_NH.new_empty(0)
+    of_bias = torch.empty_like(weight_like[:, 0]) if needs[2] else hidden_NH.new_empty(0)
+    return total, of_hidden, of_weight, of_bias

@@ -1,0 +1,148 @@
+"""Cross-entropy of a linear layer's output that never holds all of it."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from d9d.parallel import LossSum
+
+from ._backend import (
+    LinearCrossEntropy,
+    LinearCrossEntropyConfig,
+    LinearCrossEntropyNeed,
+    linear_cross_entropy_backends,
+)
+from ._options import LossOptions
+from ._products import wide, without_autocast
+from ._vocabulary import VocabularyShard
+
+MAX_LOGITS_BYTES = 512 << 20
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight_VH: Tensor,
+    labels: Tensor,
+    *,
+    bias_V: Tensor | None = None,
+    token_weights: Tensor | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    soft_cap: float | None = None,
+    shift: bool = False,
+    shard: VocabularyShard | None = None,
+    backend: LinearCrossEntropyConfig | str | None = None,
+    max_logits_bytes: int = MAX_LOGITS_BYTES,
+) -> LossSum:
+    """Sum over tokens of ``-log softmax(hidden · weightᵀ + bias)[label]``, without ever holding all logits.
+
+    Logits exist for one chunk of tokens at a time. Their gradient is known as soon as they are, up to the gradient
+    of the sum, which is one number: so forward computes the gradients of ``hidden``, ``weight`` and ``bias`` chunk by
+    chunk, and backward multiplies them by that number. That takes three matrix products, where recomputing logits in
+    backward takes four.
+
+    By default all of it is fp32 where it could lose something, or fp64 for fp64 inputs, under autocast too; see the
+    backend's settings.
+
+    Args:
+        hidden: (..., H).
+        weight_VH: (V, H), of the same dtype.
+        labels: (...), int64; class of each token, or ``ignore_index``.
+        bias_V: (V,), added to the logits.
+        token_weights: (...), factors of the tokens' losses, without gradient.
+        ignore_index: Tokens with this label add neither loss nor weight.
+        label_smoothing: Share of the target that is spread evenly over the vocabulary.
+        z_loss: Factor of ``logsumexp(logits)²``, which is added to the loss of each token.
+        soft_cap: Logits become ``soft_cap · tanh(logit / soft_cap)``.
+        shift: Whether ``labels`` are the tokens themselves: position i is to predict label i + 1 along the last dim of
+            ``labels``, and the last position nothing.
+        shard: Where the vocabulary is split over ranks: ``weight_VH`` and ``bias_V`` are this rank's part, labels are
+            of the whole, hidden states are equal on all ranks and get their whole gradient. Collective.
+        backend: Settings or kind; without it the environment variable ``D9D_LINEAR_CE_BACKEND`` says, else "torch".
+        max_logits_bytes: Memory for the logits of one chunk; at least one token is taken at a time. What backends need
+            besides is in proportion.
+
+    Returns:
+        The sum, and the number of labels that are not ignored (int64), or the sum of their weights (fp64).
+
+    Raises:
+        ValueError: Shapes or dtypes do not go together, an option is out of its range, or the backend lacks something.
+    """
+    options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
+    check_operands(hidden, weight_VH, bias_V, labels, shard)
+    if token_weights is not None and token_weights.shape != labels.shape:
+        raise ValueError(f"token_weights are {tuple(token_weights.shape)}, labels {tuple(labels.shape)}: give each one")
+    if shift:
+        labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+    features = {
+        "bias": bias_V is not None,
+        "label_smoothing": bool(label_smoothing),
+        "z_loss": bool(z_loss),
+        "soft_cap": soft_cap is not None,
+        "token_weights": token_weights is not None,
+        "vocabulary_shard": shard is not None,
+    }
+    asked = tuple(name for name, is_asked in features.items() if is_asked)
+    compute = _built[_choose(backend, hidden.device.type, hidden.dtype, asked)]
+    labels_N = labels.flatten()
+    check_labels(labels_N, weight_VH.shape[0] if shard is None else shard.total, ignore_index)
+    kept = labels_N != ignore_index
+    weights_N = None if token_weights is None else token_weights.detach().flatten().to(wide(hidden.dtype))
+    with without_autocast(hidden.device.type):
+        total = compute(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight_VH,
+            bias_V,
+            labels_N,
+            weights_N,
+            options=options,
+            shard=shard,
+            max_logits_bytes=max_logits_bytes,
+        )
+    return LossSum(total, kept.sum() if weights_N is None else weights_N.double().where(kept, 0.0).sum())
+
+
+_built: list[LinearCrossEntropy] = []
+"""Backends in use."""
+
+
+# Choosing is not for torch.compile to follow; what it does not follow may return a number, but no backend.
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _choose(
+    backend: LinearCrossEntropyConfig | str | None, device_type: str, dtype: torch.dtype, features: tuple[str, ...]
+) -> int:
+    """The index in `_built` of the backend to use."""
+    need = LinearCrossEntropyNeed(device_type=device_type, dtype=dtype, features=frozenset(features))
+    compute = linear_cross_entropy_backends.choose(backend, need).config.build()
+    if compute not in _built:
+        _built.append(compute)
+    return _built.index(compute)
+
+
+def check_operands(
+    hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels: Tensor, shard: VocabularyShard | None
+) -> None:
+    """Raise a ValueError that names what does not go together."""
+    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight_VH.shape[-1]:
+        raise ValueError(
+            f"hidden of shape {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])} and a weight (V, "
+            f"{hidden.shape[-1]}), got labels {tuple(labels.shape)} and a weight {tuple(weight_VH.shape)}"
+        )
+    if hidden.dtype != weight_VH.dtype:
+        raise ValueError(f"hidden is {hidden.dtype} and the weight is {weight_VH.dtype}: cast one to the other's dtype")
+    if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
+        raise ValueError(f"a weight of {weight_VH.shape[0]} classes needs a bias of as many, got {tuple(bias_V.shape)}")
+    if shard is not None and shard.held != weight_VH.shape[0]:
+        raise ValueError(
+            f"rank {shard.group.rank()} of {shard.group.size()} holds {shard.held} of {shard.total} classes, "
+            f"got a weight of {weight_VH.shape[0]}"
+        )
+
+
+def check_labels(labels_N: Tensor, classes: int, ignore_index: int) -> None:
+    """Raise a ValueError if a label on the CPU is no class. On a GPU the host would have to wait: nobody looks."""
+    if labels_N.is_cpu and not torch.compiler.is_compiling():
+        wrong = labels_N[(labels_N != ignore_index) & ((labels_N < 0) | (labels_N >= classes))]
+        if len(wrong):
+            raise ValueError(f"the label {wrong[0].item()} is none of {classes} classes, nor ignored ({ignore_index})")

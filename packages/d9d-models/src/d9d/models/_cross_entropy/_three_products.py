@@ -1,0 +1,119 @@
+"""The sum of the losses of all tokens with its gradients, chunk by chunk of tokens.
+
+The gradient of a chunk's logits is known as soon as they are, up to the gradient of the sum, which is one number. So
+the gradients of hidden states, weight and bias are made at once: three matrix products, where recomputing the logits
+in backward takes four.
+
+Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
+"""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+import attrs
+import torch
+from torch import Tensor
+
+from ._options import LossOptions
+from ._products import add_product_, multiply, wide
+from ._vocabulary import VocabularyShard
+
+
+class ChunkLoss(Protocol):
+    """What a backend makes of the logits of a chunk."""
+
+    def __call__(
+        self,
+        logits_CV: Tensor,
+        labels_C: Tensor,
+        weights_C: Tensor | None,
+        *,
+        options: LossOptions,
+        shard: VocabularyShard | None,
+        with_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The losses (C,), fp32 or fp64, and the gradient of their sum, which may lie in the logits' memory.
+
+        Without ``with_gradient`` nobody looks at the second.
+        """
+        ...
+
+
+@attrs.frozen(kw_only=True)
+class Precision:
+    """Dtypes on the way."""
+
+    logits: torch.dtype
+    """Of the logits of a chunk."""
+
+    weight_gradient: torch.dtype
+    """In which the gradients of weight and bias are summed over chunks."""
+
+
+@attrs.frozen
+class SumAndGradients:
+    """0-dim total; gradients of it where they were asked for."""
+
+    total: Tensor
+    hidden_NH: Tensor | None
+    weight_VH: Tensor | None
+    bias_V: Tensor | None
+
+
+@torch.no_grad()
+def sum_and_gradients(
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor,
+    weights_N: Tensor | None,
+    *,
+    options: LossOptions,
+    shard: VocabularyShard | None,
+    chunk: int,
+    needs: tuple[bool, bool, bool],
+    chunk_loss: ChunkLoss,
+    precision: Precision,
+) -> SumAndGradients:
+    """Run over the chunks; ``needs`` says which gradients to make: of hidden states, weight, bias."""
+    needs_hidden, needs_weight, needs_bias = needs
+    exact = wide(hidden_NH.dtype)
+    # Partial sums of ranks are added up before they are rounded.
+    hidden_dtype = hidden_NH.dtype if shard is None else exact
+    grad_hidden = torch.empty_like(hidden_NH, dtype=hidden_dtype) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight_VH, dtype=precision.weight_gradient) if needs_weight else None
+    grad_bias = torch.zeros_like(weight_VH[:, 0], dtype=precision.weight_gradient) if needs_bias else None
+    total = hidden_NH.new_zeros((), dtype=exact)
+    memory = hidden_NH.new_empty((min(chunk, len(hidden_NH)), len(weight_VH)), dtype=precision.logits)
+    for rows in chunks(len(hidden_NH), chunk):
+        hidden = hidden_NH[rows]
+        logits = multiply(hidden, weight_VH.T, memory[: len(hidden)])
+        if bias_V is not None:
+            logits += bias_V
+        losses, gradient = chunk_loss(
+            logits,
+            labels_N[rows],
+            None if weights_N is None else weights_N[rows],
+            options=options,
+            shard=shard,
+            with_gradient=any(needs),
+        )
+        total += losses.sum()
+        if not any(needs):
+            continue
+        if grad_bias is not None:
+            grad_bias += gradient.sum(0, dtype=exact)
+        gradient = gradient.to(hidden.dtype)
+        if grad_hidden is not None:
+            multiply(gradient, weight_VH, grad_hidden[rows])
+        if grad_weight is not None:
+            add_product_(grad_weight, gradient.T, hidden)
+    if grad_hidden is not None and shard is not None:
+        shard.sum_(grad_hidden)
+        grad_hidden = grad_hidden.to(hidden_NH.dtype)
+    return SumAndGradients(total, grad_hidden, grad_weight, grad_bias)
+
+
+def chunks(rows: int, chunk: int) -> Iterator[slice]:
+    """Slices of at most ``chunk`` rows."""
+    return (slice(start, start + chunk) for start in range(0, rows, chunk))

@@ -1,0 +1,144 @@
+"""The Triton backend: in the interpreter on the CPU, and on a GPU against fp64, torch and cut-cross-entropy."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from d9d.models import (
+    CutLinearCrossEntropyConfig,
+    LinearCrossEntropyNeed,
+    TritonLinearCrossEntropyConfig,
+    linear_cross_entropy,
+    token_cross_entropy,
+)
+
+EVERYTHING = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
+
+
+def test_the_kernel_is_right_in_the_interpreter():
+    script = Path(__file__).with_name("triton_loss_on_cpu.py")
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    done = subprocess.run([sys.executable, script], env=environment, check=True, stdout=subprocess.PIPE, text=True)
+    assert done.stdout == "right\n"
+
+
+def draw(tokens=2000, classes=3001, size=256, dtype=torch.bfloat16):
+    torch.manual_seed(0)
+    hidden = torch.randn(tokens, size, device="cuda", dtype=dtype, requires_grad=True)
+    weight = (torch.randn(classes, size, device="cuda") * 0.1).to(dtype).requires_grad_()
+    bias = torch.randn(classes, device="cuda", dtype=dtype, requires_grad=True)
+    labels = torch.randint(classes, (tokens,), device="cuda")
+    labels[::7] = -100
+    return hidden, weight, bias, labels, torch.rand(tokens, device="cuda")
+
+
+def oracle(operands, labels, *, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
+    hidden, weight, bias = operands
+    logits = hidden @ weight.T + bias
+    logits = logits if soft_cap is None else soft_cap * torch.tanh(logits / soft_cap)
+    losses = F.cross_entropy(logits, labels, label_smoothing=label_smoothing, reduction="none")
+    return losses + z_loss * logits.logsumexp(-1).square() * (labels != -100)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("options", [{}, EVERYTHING])
+@pytest.mark.parametrize(
+    "backend", ["torch", TritonLinearCrossEntropyConfig(), TritonLinearCrossEntropyConfig(rounds_weight_gradient=True)]
+)
+def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options):
+    *operands, labels, weights = draw()
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    wanted = (oracle(exact, labels, **options) * weights).sum()
+    hidden, weight, bias = operands
+    found = linear_cross_entropy(
+        hidden, weight, labels, bias_V=bias, token_weights=weights, backend=backend, max_logits_bytes=2 << 20, **options
+    )
+    torch.testing.assert_close(found.sum.double(), wanted, rtol=1e-4, atol=0)
+    pairs = zip(torch.autograd.grad(found.sum * 0.5, operands), torch.autograd.grad(wanted * 0.5, exact))
+    for gradient, truth in pairs:
+        assert gradient.dtype == torch.bfloat16
+        assert (gradient.double() - truth).norm() < 2**-6 * truth.norm()
+
+
+@pytest.mark.gpu
+def test_tokens_get_their_losses_on_a_gpu():
+    *operands, labels, weights = draw()
+    exact = [x.detach().double().requires_grad_() for x in operands]
+    wanted = oracle(exact, labels, **EVERYTHING)
+    hidden, weight, bias = operands
+    found = token_cross_entropy(hidden, weight, labels, bias_V=bias, max_logits_bytes=2 << 20, **EVERYTHING)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-4, atol=1e-4)
+    found, wanted = (torch.autograd.grad(x @ weights.to(x.dtype), y) for x, y in ((found, operands), (wanted, exact)))
+    for gradient, truth in zip(found, wanted):
+        assert (gradient.double() - truth).norm() < 2**-6 * truth.norm()
+
+
+@pytest.mark.gpu
+def test_rows_beyond_two_to_the_31_elements_are_right():  # case 24
+    tokens, classes = 9000, 250_000
+    hidden, weight, _, labels, _ = draw(tokens, classes, 16)
+    with torch.no_grad():
+        kept = {"backend": "triton", "max_logits_bytes": tokens * classes * 2}
+        found = linear_cross_entropy(hidden, weight, labels, **kept).sum
+        parts = [
+            linear_cross_entropy(h, weight, y, backend="triton").sum
+            for h, y in zip(hidden.split(1000), labels.split(1000))
+        ]
+    torch.testing.assert_close(found, torch.stack(parts).sum(), rtol=1e-6, atol=0)
+    gradient = torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, **kept).sum, hidden)[0]
+    last = torch.autograd.grad(
+        linear_cross_entropy(hidden[-1000:], weight, labels[-1000:], backend="triton").sum, hidden
+    )
+    torch.testing.assert_close(gradient[-1000:], last[0][-1000:])
+
+
+@pytest.mark.gpu
+def test_the_host_never_waits():
+    hidden, weight, bias, labels, weights = draw()
+
+    def step():
+        kept = {"bias_V": bias, "token_weights": weights, "backend": "triton"}
+        linear_cross_entropy(hidden, weight, labels, **kept, **EVERYTHING).sum.backward()
+
+    step()  # compiles
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_cut_cross_entropy_computes_the_same():
+    need = LinearCrossEntropyNeed(device_type="cuda", dtype=torch.bfloat16)
+    if CutLinearCrossEntropyConfig().refusal(need) is not None:
+        pytest.skip("takes d9d-models[cce]")
+    hidden, weight, _, labels, weights = draw()
+    found, wanted = (
+        linear_cross_entropy(hidden, weight, labels, token_weights=weights, backend=backend, soft_cap=5.0).sum
+        for backend in ("cce", "torch")
+    )
+    torch.testing.assert_close(found, wanted, rtol=1e-3, atol=0)
+    pairs = zip(torch.autograd.grad(found, (hidden, weight)), torch.autograd.grad(wanted, (hidden, weight)))
+    for gradient, truth in pairs:
+        assert (gradient - truth).norm() < 2**-5 * truth.norm()
+
+
+@pytest.mark.gpu
+def test_compiles_to_one_graph_on_a_gpu():
+    hidden, weight, bias, labels, _ = draw()
+
+    def mean(hidden, weight, bias):
+        loss = linear_cross_entropy(hidden, weight, labels, bias_V=bias, backend="triton")
+        return loss.sum / loss.weight
+
+    operands = (hidden, weight, bias)
+    found, wanted = torch.compile(mean, fullgraph=True)(*operands), mean(*operands)
+    torch.testing.assert_close(found, wanted)
+    torch.testing.assert_close(torch.autograd.grad(found, operands), torch.autograd.grad(wanted, operands))

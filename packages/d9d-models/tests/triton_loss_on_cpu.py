@@ -1,0 +1,40 @@
+"""The Triton kernel in its interpreter against the formulas in torch: `test_triton_loss` starts this."""
+
+import itertools
+
+import torch
+
+from d9d.models._cross_entropy import _triton
+from d9d.models._cross_entropy._options import LossOptions
+from d9d.models._cross_entropy._torch import torch_chunk_loss
+
+
+class OneShard:
+    """Two halves of a vocabulary, of which the other one adds nothing: to test the way over statistics."""
+
+    start, total = 3, 40
+
+    def sum_(self, values):
+        pass
+
+    def max_(self, values):
+        pass
+
+
+_triton.MAX_BLOCK = 16  # several blocks a row
+torch.manual_seed(0)
+EVERYTHING = {"soft_cap": 2.0, "label_smoothing": 0.2, "z_loss": 0.1}
+CHOSEN = [{}, *({name: value} for name, value in EVERYTHING.items()), EVERYTHING]
+CASES = itertools.product(((1, 1), (3, 37)), CHOSEN, (False, True), (None, OneShard()), (False, True))
+for (rows, columns), chosen, weighted, shard, with_gradient in CASES:
+    logits = torch.randn(rows, columns) * 3
+    labels = torch.randint(-1, columns, (rows,))
+    weights = torch.rand(rows) if weighted else None
+    kept = {"options": LossOptions(ignore_index=-1, **chosen), "shard": shard, "with_gradient": with_gradient}
+    wanted, gradient = torch_chunk_loss(logits.double(), labels, weights.double() if weighted else None, **kept)
+    found, in_place = _triton.triton_chunk_loss(logits, labels, weights, **kept)
+    torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
+    if with_gradient:
+        assert in_place.data_ptr() == logits.data_ptr()
+        torch.testing.assert_close(in_place.double(), gradient, rtol=1e-5, atol=1e-6)
+print("right")  # noqa: T201
