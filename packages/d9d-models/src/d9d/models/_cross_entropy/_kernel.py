@@ -8,11 +8,11 @@ import triton.language as tl
 
 
 @triton.jit
-def _load(x_ptr, columns, n_columns, soft_cap, HAS_CAP: tl.constexpr):
+def _load(x_ptr, columns, COLUMNS: tl.constexpr, soft_cap, HAS_CAP: tl.constexpr):
     """Logits in fp32, capped; −inf beyond the last."""
-    x = tl.load(x_ptr + columns, mask=columns < n_columns, other=-float("inf")).to(tl.float32)
+    x = tl.load(x_ptr + columns, mask=columns < COLUMNS, other=-float("inf")).to(tl.float32)
     if HAS_CAP:
-        x = tl.where(columns < n_columns, soft_cap * (2 * tl.sigmoid(2 * x / soft_cap) - 1), -float("inf"))
+        x = tl.where(columns < COLUMNS, soft_cap * (2 * tl.sigmoid(2 * x / soft_cap) - 1), -float("inf"))
     return x
 
 
@@ -26,13 +26,13 @@ def softmax_rows(  # noqa: PLR0917 - a kernel
     losses_ptr,  # (C), fp32
     stride,
     n_rows,
-    n_columns,
     n_classes,  # of all ranks
     first,  # class of this rank
     ignored,
     smoothing,
     z_loss,
     soft_cap,
+    COLUMNS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     HAS_CAP: tl.constexpr,
     HAS_SMOOTHING: tl.constexpr,
@@ -49,19 +49,19 @@ def softmax_rows(  # noqa: PLR0917 - a kernel
     if HAS_WEIGHTS:
         weight = tl.where(is_kept, tl.load(weights_ptr + row), 0.0)
     position = label - first
-    is_here = is_kept & (position >= 0) & (position < n_columns)
+    is_here = is_kept & (position >= 0) & (position < COLUMNS)
     columns = tl.arange(0, BLOCK)
     if STATISTICS:
         top = tl.full((), -float("inf"), tl.float32)
         total = tl.zeros((), tl.float32)
         plain_sum = tl.zeros((), tl.float32)
-        for start in range(0, n_columns, BLOCK):
-            x = _load(x_ptr, start + columns, n_columns, soft_cap, HAS_CAP)
+        for start in range(0, COLUMNS, BLOCK):
+            x = _load(x_ptr, start + columns, COLUMNS, soft_cap, HAS_CAP)
             higher = tl.maximum(top, tl.max(x, 0))
             total = total * tl.exp(top - higher) + tl.sum(tl.exp(x - higher), 0)
             top = higher
             if HAS_SMOOTHING:
-                plain_sum += tl.sum(tl.where(start + columns < n_columns, x, 0.0), 0)
+                plain_sum += tl.sum(tl.where(start + columns < COLUMNS, x, 0.0), 0)
         pull = tl.load(x_ptr + position, mask=is_here, other=0.0).to(tl.float32)
         if HAS_CAP:
             pull = tl.where(is_here, soft_cap * (2 * tl.sigmoid(2 * pull / soft_cap) - 1), 0.0)
@@ -77,13 +77,11 @@ def softmax_rows(  # noqa: PLR0917 - a kernel
     else:
         log_norm = tl.load(log_norm_ptr + row)
     if GRADIENT:
-        for start in range(0, n_columns, BLOCK):
-            x = _load(x_ptr, start + columns, n_columns, soft_cap, HAS_CAP)
+        for start in range(0, COLUMNS, BLOCK):
+            x = _load(x_ptr, start + columns, COLUMNS, soft_cap, HAS_CAP)
             gradient = tl.exp(x - log_norm) * (1 + 2 * z_loss * log_norm) - smoothing / n_classes
             gradient = tl.where((start + columns == position) & is_here, gradient - (1 - smoothing), gradient)
             gradient = tl.where(weight == 0.0, 0.0, gradient * weight)
             if HAS_CAP:
                 gradient *= 1 - (x / soft_cap) * (x / soft_cap)
-            tl.store(
-                x_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), mask=start + columns < n_columns
-            )
+            tl.store(x_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), mask=start + columns < COLUMNS)
