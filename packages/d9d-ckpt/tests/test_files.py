@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from d9d.ckpt._files import DTYPES, TensorFileWriter, raw_bytes
+from d9d.ckpt._dtypes import DTYPES
+from d9d.ckpt._files import TensorFileWriter, raw_bytes
 from d9d.ckpt._spec import TensorSpec
 
 

@@ -11,33 +11,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ._dtypes import DTYPE_NAMES
+from ._header import read_header
 from ._spec import TensorSpec
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""The format's names of dtypes."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class TensorFile:
@@ -45,24 +24,17 @@ class TensorFile:
 
     Raises:
         FileNotFoundError: There is no such file.
-        ValueError: It is no safetensors file, or holds a dtype that torch lacks.
+        ValueError: It is no safetensors file, or holds a dtype that torch lacks; see `read_header`.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.specs = {name: entry.spec for name, entry in read_header(path).entries.items()}
         try:
             file: Any = safe_open(path, framework="pt")  # half annotated
         except SafetensorError as error:
             raise ValueError(f"{str(path)!r} is not a whole safetensors file: {error}") from error
         self._file = file
-        self.specs = {name: self._spec(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-
-    def _spec(self, name: str) -> TensorSpec:
-        header = self._file.get_slice(name)
-        dtype = header.get_dtype()
-        if dtype not in DTYPES:
-            raise ValueError(f"{name!r} in {str(self.path)!r} has the dtype {dtype!r}, which torch cannot hold")
-        return TensorSpec(header.get_shape(), DTYPES[dtype])
 
     def tensor(self, name: str) -> Tensor:
         """The tensor, mapped: what is not looked at is not read. Not to be written to."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import attrs
 
-from ._files import DTYPE_NAMES, DTYPES
+from ._dtypes import DTYPE_NAMES, DTYPES
 from ._json import JSON
 from ._spec import Region, TensorSpec
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from os import PathLike
@@ -11,6 +10,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ._files import TensorFile
+from ._index import read_index
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 
@@ -60,7 +60,7 @@ def open_checkpoint(path: str | PathLike[str]) -> Source:
     Raises:
         FileNotFoundError: Nothing of the kind is there.
         CheckpointError: Files and index contradict each other; all contradictions are listed.
-        ValueError: A file is damaged.
+        ValueError: A file or the index is damaged.
     """
     path = Path(path)
     if path.is_dir():
@@ -79,15 +79,8 @@ def open_checkpoint(path: str | PathLike[str]) -> Source:
 
 
 def _open_index(path: Path) -> Source:
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(listed.values()), key=natural_key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'{str(path)!r} is no index: it needs a "weight_map" of file names ({error!r})') from error
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise CheckpointError(path, [f"the index names a file outside its directory: {name!r}" for name in outside])
-    return _open_files(path, [path.parent / name for name in names], listed=listed)
+    index = read_index(path)
+    return _open_files(path, [path.parent / name for name in index.files], listed=index.weight_map)
 
 
 def _open_files(path: Path, paths: list[Path], *, listed: Mapping[str, str] | None) -> Source:
