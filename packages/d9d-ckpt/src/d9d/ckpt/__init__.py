@@ -1,7 +1,9 @@
 """Checkpoints as a graph of named tensors: stream, transform, reshard."""
 
 from ._collective import PeerError
+from ._convert import convert
 from ._export import export
+from ._hands import ChecksumError, ReadError
 from ._job import JobCheckpoints
 from ._job_read import JobCheckpoint
 from ._json import JSON
@@ -47,11 +49,14 @@ __all__ = [  # sorted within groups
     "Sequential",
     # model checkpoints
     "CheckpointError",
+    "ReadError",
     "Source",
+    "convert",
     "export",
     "load",
     "open_checkpoint",
     # job checkpoints
+    "ChecksumError",
     "JSON",
     "JobCheckpoint",
     "JobCheckpoints",
