@@ -56,8 +56,7 @@ class Collection:
 
     def send(self, values: Tensor, receiver: int, device: torch.device, group: ProcessGroup | None) -> None:
         """Sends a piece."""
-        # as bytes: backends know few dtypes
-        wire = values.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        wire = _bytes_of(values.to(device).resolve_conj().resolve_neg().contiguous())
         self.nbytes += wire.numel()
         self._sent.append(wire)
         self._add(dist.isend(wire, group=group, group_dst=receiver))
@@ -69,11 +68,17 @@ class Collection:
             values = torch.empty(place.shape, dtype=place.dtype, device=device)
             self.nbytes += values.nbytes
             self._received.append((values, place))
-        self._add(dist.irecv(values.reshape(-1).view(torch.uint8), group=group, group_src=sender))
+        self._add(dist.irecv(_bytes_of(values), group=group, group_src=sender))
 
     def _add(self, work: Work | None) -> None:
         assert work is not None, "this rank is in the group"
         self._works.append(work)
+
+
+def _bytes_of(contiguous: Tensor) -> Tensor:
+    """The memory of a tensor, in bytes as backends know few dtypes."""
+    # a single element counts as contiguous whatever its stride, and is no view of bytes then
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def collect(

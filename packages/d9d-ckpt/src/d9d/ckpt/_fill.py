@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
@@ -57,7 +57,7 @@ def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -
         if target in whole:
             continue
         if group is None:
-            yield _in_place(source, target, [target.want], functools.partial(_itself, target.want.name))
+            yield _in_place(source, target, [target.want], _itself)
             continue
         needs = group.needs(target.want, source)
         views = functools.partial(input_views, group.mapper, target.want)
@@ -69,12 +69,12 @@ def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -
             yield _in_place(source, target, needs, views)
 
 
-def _itself(name: str, into: Tensor) -> Mapping[str, Tensor]:
-    return {name: into}
+def _itself(into: Tensor) -> Sequence[Tensor]:
+    return [into]
 
 
 def _in_place(
-    source: Source, target: Target, needs: Sequence[Region], views: Callable[[Tensor], Mapping[str, Tensor] | None]
+    source: Source, target: Target, needs: Sequence[Region], views: Callable[[Tensor], Sequence[Tensor] | None]
 ) -> Batch:
     """Reads regions to where they belong in the target."""
     values: list[Tensor] = []
@@ -84,8 +84,8 @@ def _in_place(
         values.append(into)
         parts = views(into)
         assert parts is not None, "there are views of every tensor of the shape, or of none"
-        for region in needs:
-            yield from _fills(source, region, parts[region.name])
+        for region, part in zip(needs, parts, strict=True):
+            yield from _fills(source, region, part)
 
     def finish() -> None:
         into = values.pop()  # the batch lives on, its memory must not
@@ -98,10 +98,10 @@ def _in_place(
 
 def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Region]) -> Batch:
     """Reads the regions that make a region of an output, makes it, copies it."""
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[Region, Tensor] = {}
 
     def finish() -> None:
-        made = group.make(target.want, inputs)
+        made = group.make(target.want, {region.name: tensor for region, tensor in inputs.items()})
         inputs.clear()  # the batch lives on, its memory must not
         target.put(made)
 
@@ -112,12 +112,12 @@ def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Reg
 
 def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> Batch:
     """Reads all inputs, makes all outputs, copies what is wanted of them."""
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[Region, Tensor] = {}
     needs = [Region.whole(name, source[name]) for name in group.inputs]
     made = sum(spec.nbytes for spec in group.mapper.infer({name: source[name] for name in group.inputs}).values())
 
     def finish() -> None:
-        outputs = group.mapper.apply(inputs)
+        outputs = group.mapper.apply({region.name: tensor for region, tensor in inputs.items()})
         inputs.clear()
         for target in targets:
             values = outputs[target.want.name][target.want.slices]
@@ -131,11 +131,11 @@ def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> 
     return Batch(nbytes, held, lambda: _fresh(source, needs, inputs), finish, alone)
 
 
-def _fresh(source: Source, needs: Sequence[Region], inputs: dict[str, Tensor]) -> Iterator[Fill]:
+def _fresh(source: Source, needs: Sequence[Region], inputs: dict[Region, Tensor]) -> Iterator[Fill]:
     """Reads regions into `inputs`."""
     for region in needs:
-        inputs[region.name] = torch.empty(region.shape, dtype=source[region.name].dtype)
-        yield from _fills(source, region, inputs[region.name])
+        inputs[region] = torch.empty(region.shape, dtype=source[region.name].dtype)
+        yield from _fills(source, region, inputs[region])
 
 
 def _fills(source: Source, region: Region, into: Tensor) -> Iterator[Fill]:
