@@ -21,8 +21,11 @@ from ._mappers import (
     Unstack,
 )
 from ._plan import Plan, PlanError, plan
+from ._problems import Problem, ProblemKind
+from ._report import Report
 from ._source import CheckpointError, Source, open_checkpoint
 from ._spec import Region, TensorSpec
+from ._verify import verify
 
 __all__ = [  # sorted within groups
     # the state graph
@@ -51,6 +54,11 @@ __all__ = [  # sorted within groups
     "export",
     "load",
     "open_checkpoint",
+    # looking at checkpoints
+    "Problem",
+    "ProblemKind",
+    "Report",
+    "verify",
     # job checkpoints
     "JSON",
     "JobCheckpoint",
