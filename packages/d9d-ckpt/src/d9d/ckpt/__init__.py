@@ -1,6 +1,7 @@
 """Checkpoints as a graph of named tensors: stream, transform, reshard."""
 
 from ._collective import PeerError
+from ._diff import Difference, TensorDifference, diff
 from ._export import export
 from ._job import JobCheckpoints
 from ._job_read import JobCheckpoint
@@ -55,9 +56,12 @@ __all__ = [  # sorted within groups
     "load",
     "open_checkpoint",
     # looking at checkpoints
+    "Difference",
     "Problem",
     "ProblemKind",
     "Report",
+    "TensorDifference",
+    "diff",
     "verify",
     # job checkpoints
     "JSON",

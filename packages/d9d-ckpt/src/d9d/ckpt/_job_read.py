@@ -41,6 +41,10 @@ class JobSource(Source):
     def __len__(self) -> int:
         return len(self._manifest.specs)
 
+    def file(self, name: str) -> str:
+        """The files of its chunks."""
+        return ", ".join(dict.fromkeys(stored.file for stored in self._manifest.stored[name]))
+
     def read(self, region: Region) -> Tensor:
         """The region, assembled from chunks.
 

@@ -22,6 +22,10 @@ class Source(Mapping[str, TensorSpec]):
     def read(self, region: Region) -> Tensor:
         """The region, on the CPU. It may be mapped from a file: not to be written to."""
 
+    @abstractmethod
+    def file(self, name: str) -> str:
+        """The file that holds a tensor, for people."""
+
 
 class CheckpointError(ValueError):
     """A checkpoint contradicts itself. `problems` has one line for each thing wrong."""
@@ -45,6 +49,10 @@ class FileSource(Source):
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def file(self, name: str) -> str:
+        """Its name."""
+        return self._files[name].path.name
 
     def read(self, region: Region) -> Tensor:
         """The region, mapped."""
