@@ -1,8 +1,10 @@
 """Checkpoints as a graph of named tensors: stream, transform, reshard."""
 
 from ._collective import PeerError
+from ._convert import convert
 from ._diff import Difference, TensorDifference, diff
 from ._export import export
+from ._hands import ChecksumError, ReadError
 from ._job import JobCheckpoints
 from ._job_read import JobCheckpoint
 from ._json import JSON
@@ -51,7 +53,9 @@ __all__ = [  # sorted within groups
     "Sequential",
     # model checkpoints
     "CheckpointError",
+    "ReadError",
     "Source",
+    "convert",
     "export",
     "load",
     "open_checkpoint",
@@ -64,6 +68,7 @@ __all__ = [  # sorted within groups
     "diff",
     "verify",
     # job checkpoints
+    "ChecksumError",
     "JSON",
     "JobCheckpoint",
     "JobCheckpoints",

@@ -1,8 +1,7 @@
-"""Safetensors files: headers and mapped tensors on reading, streamed tensors on writing."""
+"""Writing safetensors files, tensor by tensor, and making files durable."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import zlib
@@ -11,35 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ._dtypes import DTYPE_NAMES
-from ._header import read_header
+from ._hands import memory_of
 from ._spec import TensorSpec
-
-
-class TensorFile:
-    """A safetensors file that is open for reading.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no safetensors file, or holds a dtype that torch lacks; see `read_header`.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.specs = {name: entry.spec for name, entry in read_header(path).entries.items()}
-        try:
-            file: Any = safe_open(path, framework="pt")  # half annotated
-        except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is not a whole safetensors file: {error}") from error
-        self._file = file
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, mapped: what is not looked at is not read. Not to be written to."""
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
 
 
 class TensorFileWriter:
@@ -90,7 +65,7 @@ class TensorFileWriter:
             raise ValueError(f"{name!r} should be {self.specs[name]}, got {TensorSpec.of(tensor)}")
         # conjugates and negatives may be flags on the memory of others
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        view = raw_bytes(tensor)
+        view = memory_of(tensor)
         self._file.seek(self._base + self._starts[name])
         self._write_all(view)
         self._left.discard(name)
@@ -116,14 +91,6 @@ class TensorFileWriter:
                 os.fsync(self._file.fileno())
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view."""
-    if not tensor.numel():
-        return memoryview(b"")
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a new file and makes it durable."""
     with path.open("x", encoding="utf-8", newline="") as file:
@@ -132,10 +99,15 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
+def sync_file(path: Path) -> None:
+    """Makes a file durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    sync_file(path)
