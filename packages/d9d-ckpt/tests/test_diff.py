@@ -154,7 +154,12 @@ def test_tiles_give_what_the_whole_gives(data):
     assert sum(tensor.beyond for tensor in found.tensors) == int(beyond.sum())
     for tensor in found.tensors:
         if tensor.beyond:
-            gap = (a.double() - b.double()).abs().masked_fill((a == b) | (a.isnan() & b.isnan()), 0).nan_to_num(nan=INF)
+            gap = (
+                (a.double() - b.double())
+                .abs()
+                .masked_fill((a == b) | (a.isnan() & b.isnan()), 0)
+                .nan_to_num(nan=INF, posinf=INF)
+            )
             assert beyond[tensor.worst]
             assert tensor.worst_abs == gap[tensor.worst] == gap[beyond].max()
 

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from d9d.ckpt import JobCheckpoints, ProblemKind, verify
 from d9d.ckpt._dtypes import DTYPES
-from d9d.ckpt._problems import Problem
+from d9d.ckpt._findings import Problem
 
 INDEX = "model.safetensors.index.json"
 FILES = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]

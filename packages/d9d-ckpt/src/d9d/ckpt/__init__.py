@@ -4,6 +4,7 @@ from ._collective import PeerError
 from ._convert import convert
 from ._diff import Difference, TensorDifference, diff
 from ._export import export
+from ._findings import Problem, ProblemKind
 from ._hands import ChecksumError, ReadError
 from ._job import JobCheckpoints
 from ._job_read import JobCheckpoint
@@ -24,7 +25,6 @@ from ._mappers import (
     Unstack,
 )
 from ._plan import Plan, PlanError, plan
-from ._problems import Problem, ProblemKind
 from ._report import Report
 from ._source import CheckpointError, Source, open_checkpoint
 from ._spec import Region, TensorSpec

@@ -6,9 +6,9 @@ import re
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping
 
+from ._findings import Problem, ProblemKind
 from ._header import Header
 from ._index import Index
-from ._problems import Problem, ProblemKind
 
 _NUMBERED = re.compile(r"(.*-)([0-9]{1,9})(-of-)([0-9]{1,9})(\.safetensors)", re.DOTALL)
 

@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 
 from ._dtypes import DTYPES, PACKED
+from ._findings import FileError, Problem, ProblemKind
 from ._parse_json import is_text, parse_json, repeated
-from ._problems import FileError, Problem, ProblemKind
 from ._spans import Span, faults_of_spans
 from ._spec import TensorSpec
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
+from ._findings import FileError, Problem, ProblemKind
 from ._names import natural_key
 from ._parse_json import is_text, parse_json, repeated
-from ._problems import FileError, Problem, ProblemKind
 
 MAX_INDEX_BYTES = 1 << 30
 """Longer indexes are refused: one line for a tensor makes a million of them 100 MB."""

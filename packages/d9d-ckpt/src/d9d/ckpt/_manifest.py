@@ -10,10 +10,10 @@ from typing import Any
 import attrs
 
 from ._dtypes import DTYPE_NAMES, DTYPES
+from ._findings import Problem, ProblemKind
 from ._index import fault_of_file_name
 from ._json import JSON
 from ._parse_json import is_text, parse_json, repeated
-from ._problems import Problem, ProblemKind
 from ._spec import Region, TensorSpec
 
 MANIFEST = "manifest.json"

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import attrs
 
-from ._problems import Problem
+from ._findings import Problem
 
 
 @attrs.frozen(kw_only=True)

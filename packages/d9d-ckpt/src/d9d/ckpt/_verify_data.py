@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from ._blocks import blocks
-from ._files import raw_bytes
+from ._findings import Problem, ProblemKind
+from ._hands import memory_of
 from ._header import Entry
 from ._names import natural_key
-from ._problems import Problem, ProblemKind
 
 
 @attrs.frozen
@@ -37,7 +37,7 @@ def check_data(items: Iterable[Data], *, values: bool, contents: bool) -> tuple[
         try:
             for block in blocks(item.path, item.entry):
                 if contents:
-                    digest.update(raw_bytes(block))
+                    digest.update(memory_of(block))
                 if values:
                     found = count_not_finite(block)
                     nan, infinite = nan + found[0], infinite + found[1]

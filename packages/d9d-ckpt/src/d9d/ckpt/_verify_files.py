@@ -8,10 +8,10 @@ from pathlib import Path
 import attrs
 
 from ._cross_check import contradictions, duplicates, gaps_in_numbers
+from ._findings import Problem, ProblemKind
 from ._header import Inspection, inspect_header
 from ._index import Index, inspect_index
 from ._names import natural_key
-from ._problems import Problem, ProblemKind
 from ._report import Report
 from ._verify_data import Data, check_data
 

@@ -10,11 +10,11 @@ import attrs
 import torch
 
 from ._blocks import blocks
-from ._files import raw_bytes
+from ._findings import Problem, ProblemKind
+from ._hands import memory_of
 from ._header import Entry, Header, inspect_header
 from ._manifest import MANIFEST, Manifest, Stored, UnknownFormatError, fault_of_coverage, parse_manifest
 from ._names import natural_key
-from ._problems import Problem, ProblemKind
 from ._report import Report
 from ._spec import Region, TensorSpec
 from ._verify_data import Data, check_data
@@ -133,5 +133,5 @@ def _fault_of_chunk(directory: Path, chunk: Stored, header: Header, dtype: torch
 def _checksum(path: Path, entry: Entry) -> int:
     crc32 = 0
     for block in blocks(path, entry):
-        crc32 = zlib.crc32(raw_bytes(block), crc32)
+        crc32 = zlib.crc32(memory_of(block), crc32)
     return crc32
