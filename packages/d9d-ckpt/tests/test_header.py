@@ -128,7 +128,7 @@ REFUSED = {  # header, data, length, what is said
         None,
         r"data_offsets .*: \[-0.0, 1\]",
     ),
-    "huge number": ({"a": entry("F32", [10**30], 0, 16)}, bytes(16), None, r"shape .*: \[1e\+30\]"),
+    "huge number": ({"a": entry("F32", [10**30], 0, 16)}, bytes(16), None, r"shape .*: \[10{30}\]"),
     "5000 digits": (
         b'{"a":{"dtype":"U8","shape":[' + b"9" * 5000 + b'],"data_offsets":[0,1]}}',
         b"x",
@@ -200,9 +200,10 @@ def test_files_without_a_length_are_truncated(tmp_path, nbytes):
 
 def test_all_faults_of_a_file_are_listed_and_what_is_sound_is_told(tmp_path):
     write(tmp_path / "w", {"a": A, "q": entry("Q4", [1], 0, 16), "b": A, "n": entry("U8", [-1], 0, 1)})
-    header, problems = inspect_header(tmp_path / "w")
-    assert list(header.entries) == ["a", "b"]
-    assert [problem.kind.value for problem in problems] == ["unknown dtype", "malformed", "aliased"]
+    found = inspect_header(tmp_path / "w")
+    assert list(found.header.entries) == ["a", "b"]
+    assert not found.complete
+    assert [problem.kind.value for problem in found.problems] == ["unknown dtype", "malformed", "aliased"]
     with pytest.raises(ValueError, match=r"(?s)'q'.*'n'.*'b'"):
         read_header(tmp_path / "w")
 

@@ -2,7 +2,9 @@
 
 from ._collective import PeerError
 from ._convert import convert
+from ._diff import Difference, TensorDifference, diff
 from ._export import export
+from ._findings import Problem, ProblemKind
 from ._hands import ChecksumError, ReadError
 from ._job import JobCheckpoints
 from ._job_read import JobCheckpoint
@@ -23,8 +25,10 @@ from ._mappers import (
     Unstack,
 )
 from ._plan import Plan, PlanError, plan
+from ._report import Report
 from ._source import CheckpointError, Source, open_checkpoint
 from ._spec import Region, TensorSpec
+from ._verify import verify
 
 __all__ = [  # sorted within groups
     # the state graph
@@ -55,6 +59,14 @@ __all__ = [  # sorted within groups
     "export",
     "load",
     "open_checkpoint",
+    # looking at checkpoints
+    "Difference",
+    "Problem",
+    "ProblemKind",
+    "Report",
+    "TensorDifference",
+    "diff",
+    "verify",
     # job checkpoints
     "ChecksumError",
     "JSON",

@@ -17,8 +17,8 @@ from typing import Any
 import attrs
 
 from ._dtypes import DTYPES, PACKED
+from ._findings import FileError, Problem, ProblemKind
 from ._parse_json import is_text, parse_json, repeated
-from ._problems import FileError, Problem, ProblemKind
 from ._spans import Span, faults_of_spans
 from ._spec import TensorSpec
 
@@ -49,6 +49,16 @@ class Header:
     """Size of the whole file."""
 
 
+@attrs.frozen
+class Inspection:
+    """A header as far as it can be told, and what is wrong with it."""
+
+    header: Header
+    problems: tuple[Problem, ...]
+    complete: bool
+    """Whether the header has all tensors that the file names."""
+
+
 def read_header(path: Path) -> Header:
     """Reads and checks the header of a file, and nothing else of it.
 
@@ -56,37 +66,41 @@ def read_header(path: Path) -> Header:
         ValueError: It is no sound safetensors file; all that is wrong with it is listed.
         OSError: It cannot be read.
     """
-    header, problems = inspect_header(path)
-    if problems:
-        raise FileError(path, "not a whole safetensors file", problems)
-    return header
+    found = inspect_header(path)
+    if found.problems:
+        raise FileError(path, "not a whole safetensors file", found.problems)
+    return found.header
 
 
-def inspect_header(path: Path) -> tuple[Header, list[Problem]]:
+def inspect_header(path: Path) -> Inspection:
     """As `read_header`, but returns the problems, and of the header what can be told in spite of them.
 
     Raises:
         OSError: It cannot be read.
     """
     if not stat.S_ISREG(path.stat().st_mode):  # opening a pipe would wait for ever
-        return Header({}, {}, 0), [Problem(ProblemKind.MALFORMED, "it is no regular file")]
+        return _nothing(0, _malformed("it is no regular file"))
     with path.open("rb") as file:
         nbytes = file.seek(0, 2)
         file.seek(0)
         length = int.from_bytes(file.read(8), "little")
         fault = _fault_of_length(length, nbytes)
-        data = b"" if fault else file.read(length)
-    if fault:
-        return Header({}, {}, nbytes), [fault]
+        if fault is not None:
+            return _nothing(nbytes, fault)
+        data = file.read(length)
     if len(data) < length:
-        return Header({}, {}, nbytes), [Problem(ProblemKind.TRUNCATED, "it shrank while it was read")]
+        return _nothing(nbytes, Problem(ProblemKind.TRUNCATED, "it shrank while it was read"))
     try:
         document = parse_json(data)
     except ValueError as error:
-        return Header({}, {}, nbytes), [Problem(ProblemKind.MALFORMED, f"the header: {error}")]
+        return _nothing(nbytes, _malformed(f"the header: {error}"))
     if not isinstance(document, dict):
-        return Header({}, {}, nbytes), [_malformed(f"the header is a {type(document).__name__}, not an object")]
+        return _nothing(nbytes, _malformed(f"the header is a {type(document).__name__}, not an object"))
     return _check(document, base=8 + length, nbytes=nbytes)
+
+
+def _nothing(nbytes: int, fault: Problem) -> Inspection:
+    return Inspection(Header({}, {}, nbytes), (fault,), complete=False)
 
 
 def _fault_of_length(length: int, nbytes: int) -> Problem | None:
@@ -99,7 +113,7 @@ def _fault_of_length(length: int, nbytes: int) -> Problem | None:
     return None
 
 
-def _check(document: dict[str, Any], *, base: int, nbytes: int) -> tuple[Header, list[Problem]]:
+def _check(document: dict[str, Any], *, base: int, nbytes: int) -> Inspection:
     problems = [
         Problem(ProblemKind.DUPLICATE, f"the header has {name!r} more than once") for name in repeated(document)
     ]
@@ -134,8 +148,9 @@ def _check(document: dict[str, Any], *, base: int, nbytes: int) -> tuple[Header,
         entries[name] = entry
     placed = sorted(entries.items(), key=lambda item: (item[1].start, item[1].stop))
     spans = [Span(name, entry.start - base, entry.stop - base) for name, entry in placed]
-    problems += faults_of_spans(spans, nbytes - base, complete=len(entries) == len(document))
-    return Header(dict(placed), metadata, nbytes), problems
+    complete = len(entries) == len(document) and not repeated(document)
+    problems += faults_of_spans(spans, nbytes - base, complete=complete)
+    return Inspection(Header(dict(placed), metadata, nbytes), tuple(problems), complete)
 
 
 def _fault_of_fields(name: str, fields: Any) -> Problem | None:

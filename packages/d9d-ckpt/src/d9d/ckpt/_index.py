@@ -9,9 +9,9 @@ from typing import Any
 
 import attrs
 
+from ._findings import FileError, Problem, ProblemKind
 from ._names import natural_key
 from ._parse_json import is_text, parse_json, repeated
-from ._problems import FileError, Problem, ProblemKind
 
 MAX_INDEX_BYTES = 1 << 30
 """Longer indexes are refused: one line for a tensor makes a million of them 100 MB."""
@@ -25,6 +25,9 @@ class Index:
     """The file name of each tensor: a plain name in the directory of the index."""
     metadata: Mapping[str, Any]
     """Such as `total_size`, the bytes of all tensors. Not checked."""
+
+    unsound: frozenset[str] = frozenset()
+    """Tensors whose files are no names; `weight_map` is without them."""
 
     @property
     def files(self) -> list[str]:
@@ -78,7 +81,7 @@ def inspect_index(path: Path) -> tuple[Index, list[Problem]]:
     ]
     metadata = document.get("metadata")
     sound = {name: file for name, file in weight_map.items() if isinstance(file, str) and file not in unsound}
-    return Index(sound, metadata if isinstance(metadata, dict) else {}), problems
+    return Index(sound, metadata if isinstance(metadata, dict) else {}, frozenset(weight_map.keys() - sound)), problems
 
 
 def fault_of_file_name(name: str) -> Problem | None:
@@ -89,7 +92,7 @@ def fault_of_file_name(name: str) -> Problem | None:
     if not is_text(name) or not name or "\0" in name or len(name.encode()) > 255:
         return _malformed(f"{name!r} is no name of a file")
     if name in (".", "..") or "/" in name or "\\" in name:
-        return Problem(ProblemKind.OUTSIDE, f"the index names a file outside its directory: {name!r}")
+        return Problem(ProblemKind.OUTSIDE, f"a file outside the directory is named: {name!r}")
     return None
 
 

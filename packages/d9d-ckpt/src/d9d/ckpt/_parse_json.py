@@ -13,10 +13,11 @@ class Repeating(dict[str, Any]):
     repeated: tuple[str, ...] = ()
 
 
-def parse_json(data: bytes) -> Any:
-    """Parses UTF-8 JSON, without what Python's parser allows beyond the standard.
+def parse_json(data: bytes, *, allow_nan: bool = False) -> Any:
+    """Parses UTF-8 JSON.
 
-    Objects with repeated keys come as `Repeating`; numbers that are no whole numbers of 64 bits as floats.
+    Objects with repeated keys come as `Repeating`, whole numbers of thousands of digits and -0 as floats. NaN and
+    infinities, which Python writes and the standard lacks, are refused unless allowed.
 
     Raises:
         ValueError: It is not UTF-8, no JSON, or nested too deep.
@@ -26,7 +27,8 @@ def parse_json(data: bytes) -> Any:
     except UnicodeDecodeError as error:
         raise ValueError(f"it is not UTF-8: {error.reason} at byte {error.start}") from None
     try:
-        return json.loads(text, object_pairs_hook=_object, parse_int=_whole, parse_constant=_refuse)
+        constants = float if allow_nan else _refuse
+        return json.loads(text, object_pairs_hook=_object, parse_int=_whole, parse_constant=constants)
     except RecursionError:
         raise ValueError("it is no sound JSON: nested too deep") from None
     except json.JSONDecodeError as error:
@@ -42,6 +44,8 @@ def is_text(value: object) -> bool:
     """Whether a parsed value is a string that can be written again: JSON can escape half of a character."""
     if not isinstance(value, str):
         return False
+    if value.isascii():
+        return True
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -60,8 +64,8 @@ def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _whole(digits: str) -> int | float:
-    # int() of 5,000 digits raises, of a million it would take long
-    return int(digits) if len(digits) <= 20 and digits != "-0" else float(digits)
+    # int() refuses more digits
+    return int(digits) if len(digits) <= 4000 and digits != "-0" else float(digits)
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from ._problems import Problem, ProblemKind
+from ._findings import Problem, ProblemKind
 
 
 class Span(NamedTuple):

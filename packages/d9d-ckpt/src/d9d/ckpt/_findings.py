@@ -64,9 +64,12 @@ class Problem:
 
     kind: ProblemKind
     text: str
+    file: str | None = None
+    """The file that it is about, where that is one and the text does not say so."""
 
     def __str__(self) -> str:
-        return f"{self.kind.value}: {self.text}"
+        where = "" if self.file is None else f"{self.file!r}: "
+        return f"{self.kind.value}: {where}{self.text}"
 
 
 class FileError(ValueError):
