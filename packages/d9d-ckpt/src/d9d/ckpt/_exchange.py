@@ -17,14 +17,14 @@ from ._spec import Region
 
 def collect(
     needs: Sequence[Region], layout: Layout, state: Mapping[str, Tensor], owner: int, group: ProcessGroup | None
-) -> dict[str, Tensor]:
+) -> dict[Region, Tensor]:
     """Assembles regions on the CPU of one rank, the owner, from the pieces of all; elsewhere the result is empty.
 
     Collective: all ranks must ask for the same regions in the same order. One piece is in flight at a time, and of
     several copies of a piece one is sent, none if the owner has it.
     """
     rank = rank_of(group)
-    collected: dict[str, Tensor] = {}
+    collected: dict[Region, Tensor] = {}
     for region in needs:
         dtype = layout.specs[region.name].dtype
         for piece in layout.pieces[region.name]:
@@ -43,11 +43,11 @@ def collect(
                 _send(values, owner, _wire_device(layout, group), group)
                 continue
             if part == region:
-                collected[region.name] = values.cpu()
+                collected[region] = values.cpu()
             else:
-                if region.name not in collected:
-                    collected[region.name] = torch.empty(region.shape, dtype=dtype)
-                collected[region.name][part.within(region)] = values
+                if region not in collected:
+                    collected[region] = torch.empty(region.shape, dtype=dtype)
+                collected[region][part.within(region)] = values
     return collected
 
 

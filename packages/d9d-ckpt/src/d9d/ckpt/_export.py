@@ -20,9 +20,10 @@ from ._files import TensorFileWriter, write_text
 from ._layout import Layout, gather_layout
 from ._mapper import Group, Mapper
 from ._names import natural_key
-from ._plan import PlanError, trace
+from ._problems import PlanError
 from ._publish import published
 from ._spec import Region, TensorSpec
+from ._trace import trace
 
 INDEX = "model.safetensors.index.json"
 
@@ -159,7 +160,7 @@ def _write_shards(
             files.close()  # makes the files durable
 
 
-def _make(output: _Output, inputs: Mapping[str, Tensor]) -> Tensor:
+def _make(output: _Output, inputs: Mapping[Region, Tensor]) -> Tensor:
     if not output.spec.numel:
         return torch.empty(output.spec.shape, dtype=output.spec.dtype)
     return output.group.make(Region.whole(output.name, output.spec), inputs)

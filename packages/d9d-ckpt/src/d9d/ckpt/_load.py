@@ -53,4 +53,4 @@ def load(
             local, want = local_part(name, state[name])
             if want.numel:
                 regions = group.needs(want, source)
-                local.copy_(group.make(want, {region.name: source.read(region) for region in regions}))
+                local.copy_(group.make(want, {region: source.read(region) for region in regions}))

@@ -22,6 +22,11 @@ class Source(Mapping[str, TensorSpec]):
     def read(self, region: Region) -> Tensor:
         """The region, on the CPU. It may be mapped from a file: not to be written to."""
 
+    def file(self, name: str) -> str:
+        """Where a tensor is, for people: the name of its file, by default that of the source's class."""
+        del name
+        return type(self).__name__
+
 
 class CheckpointError(ValueError):
     """A checkpoint contradicts itself. `problems` has one line for each thing wrong."""
@@ -45,6 +50,10 @@ class FileSource(Source):
 
     def __len__(self) -> int:
         return len(self._files)
+
+    def file(self, name: str) -> str:
+        """Name of the file that holds a tensor."""
+        return self._files[name].path.name
 
     def read(self, region: Region) -> Tensor:
         """The region, mapped."""
