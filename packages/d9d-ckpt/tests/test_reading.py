@@ -276,7 +276,7 @@ def test_progress_of_sources_without_files_and_of_nothing():
     told = []
     load(Held(), Identity(), {"a": torch.zeros(3)}, progress=lambda *args: told.append(args))
     assert told == [(0, 12), (12, 12)]
-    assert "Held" in Held().file("a")
+    assert Held().file("a") == "Held"
 
 
 def test_several_directories_are_one_checkpoint(tmp_path):

@@ -20,7 +20,7 @@ from ._spec import Region
 class Collection:
     """Regions on their way to one rank. What is sent or received must not be touched until `wait` returns."""
 
-    regions: dict[str, Tensor] = attrs.field(factory=dict)
+    regions: dict[Region, Tensor] = attrs.field(factory=dict)
     """On the CPU of the owner; elsewhere empty."""
     nbytes: int = 0
     """Memory that this rank holds for it."""
@@ -28,7 +28,7 @@ class Collection:
     _sent: list[Tensor] = attrs.field(factory=list)
     _received: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
 
-    def wait(self) -> Mapping[str, Tensor]:
+    def wait(self) -> Mapping[Region, Tensor]:
         """The regions, once all have come."""
         for work in self._works:
             work.wait()
@@ -41,15 +41,15 @@ class Collection:
 
     def place(self, region: Region, part: Region, dtype: torch.dtype) -> Tensor:
         """Where a part of a region belongs."""
-        if region.name not in self.regions:
-            self.regions[region.name] = torch.empty(region.shape, dtype=dtype)
-            self.nbytes += self.regions[region.name].nbytes
-        return self.regions[region.name][part.within(region)]
+        if region not in self.regions:
+            self.regions[region] = torch.empty(region.shape, dtype=dtype)
+            self.nbytes += self.regions[region].nbytes
+        return self.regions[region][part.within(region)]
 
     def put(self, region: Region, part: Region, values: Tensor) -> None:
         """Puts what this rank has to its place."""
         if part == region:  # no copy where it is on the CPU
-            self.regions[region.name] = values.cpu()
+            self.regions[region] = values.cpu()
             self.nbytes += 0 if values.device.type == "cpu" else values.nbytes
         else:
             self.place(region, part, values.dtype).copy_(values)

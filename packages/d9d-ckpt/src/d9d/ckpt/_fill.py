@@ -9,6 +9,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ._buffer import buffer
 from ._hands import Fill
 from ._into import input_views
 from ._mapper import Group
@@ -59,12 +60,12 @@ def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -
         if group is None:
             yield _in_place(source, target, [target.want], _itself)
             continue
-        needs = group.needs(target.want, source)
+        needs = group.mapper.pull(target.want) or ()
         views = functools.partial(input_views, group.mapper, target.want)
         # looks for views before there is a tensor
         probe = torch.empty(target.want.shape, dtype=target.dtype, device="meta")
-        if views(probe) is None:
-            yield _of_copies(source, group, target, needs)
+        if views(probe) is None or len(set(needs)) < len(needs):  # what is wanted twice is read once, and copied
+            yield _of_copies(source, group, target, list(dict.fromkeys(needs)))
         else:
             yield _in_place(source, target, needs, views)
 
@@ -80,7 +81,7 @@ def _in_place(
     values: list[Tensor] = []
 
     def start() -> Iterator[Fill]:
-        into = torch.empty(target.want.shape, dtype=target.dtype) if target.into is None else target.into
+        into = buffer(target.want.shape, target.dtype) if target.into is None else target.into
         values.append(into)
         parts = views(into)
         assert parts is not None, "there are views of every tensor of the shape, or of none"
@@ -101,7 +102,7 @@ def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Reg
     inputs: dict[Region, Tensor] = {}
 
     def finish() -> None:
-        made = group.make(target.want, {region.name: tensor for region, tensor in inputs.items()})
+        made = group.make(target.want, inputs)
         inputs.clear()  # the batch lives on, its memory must not
         target.put(made)
 
@@ -134,7 +135,7 @@ def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> 
 def _fresh(source: Source, needs: Sequence[Region], inputs: dict[Region, Tensor]) -> Iterator[Fill]:
     """Reads regions into `inputs`."""
     for region in needs:
-        inputs[region] = torch.empty(region.shape, dtype=source[region.name].dtype)
+        inputs[region] = buffer(region.shape, source[region.name].dtype)
         yield from _fills(source, region, inputs[region])
 
 

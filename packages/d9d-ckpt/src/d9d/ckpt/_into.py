@@ -8,7 +8,22 @@ from collections.abc import Sequence
 from torch import Tensor
 
 from ._mapper import Mapper
-from ._mappers import Chunk, Concatenate, Prefix, Rename, Stack, Transpose, Unstack
+from ._mappers import (
+    Cast,
+    Chunk,
+    Concatenate,
+    Identity,
+    Prefix,
+    Rename,
+    Reshape,
+    Slice,
+    Squeeze,
+    Stack,
+    Tie,
+    Transpose,
+    Unsqueeze,
+    Unstack,
+)
 from ._mappers._chain import Chain
 from ._spec import Region
 
@@ -17,17 +32,48 @@ from ._spec import Region
 def input_views(mapper: Mapper, want: Region, into: Tensor) -> Sequence[Tensor] | None:
     """Views of `into`, which shall hold `want`: one for each region that `mapper.pull(want)` names, in that order.
 
-    Filling them makes the region. None where a mapper does more than to lay tensors out.
+    Filling them makes the region. None where a mapper does more than to lay tensors out. The dtype of a view is that of
+    the output: where it is not that of the input, what is read is cast on its way.
     """
     del mapper, want, into
     return None
 
 
+@input_views.register(Identity)
 @input_views.register(Rename)
+@input_views.register(Tie)
 @input_views.register(Chunk)
+@input_views.register(Slice)
 def _(mapper: Mapper, want: Region, into: Tensor) -> Sequence[Tensor] | None:
     del mapper, want
     return [into]
+
+
+@input_views.register
+def _(mapper: Cast, want: Region, into: Tensor) -> Sequence[Tensor] | None:
+    del want
+    # of several casts only one can be left to the reader
+    return [into] if into.dtype == mapper.dtype else None
+
+
+@input_views.register
+def _(mapper: Squeeze, want: Region, into: Tensor) -> Sequence[Tensor] | None:
+    del want
+    return [into.unsqueeze(mapper.dim)]
+
+
+@input_views.register
+def _(mapper: Unsqueeze, want: Region, into: Tensor) -> Sequence[Tensor] | None:
+    del want
+    return [into.squeeze(mapper.dim)]
+
+
+@input_views.register
+def _(mapper: Reshape, want: Region, into: Tensor) -> Sequence[Tensor] | None:
+    pulled = mapper.pull(want) or ()
+    if len(pulled) != 1 or not into.is_contiguous():
+        return None
+    return [into.view(pulled[0].shape)]
 
 
 @input_views.register
@@ -51,7 +97,7 @@ def _(mapper: Unstack, want: Region, into: Tensor) -> Sequence[Tensor] | None:
 @input_views.register
 def _(mapper: Concatenate, want: Region, into: Tensor) -> Sequence[Tensor] | None:
     lengths = [region.shape[mapper.dim] for region in mapper.pull(want) or ()]
-    return into.split(lengths, mapper.dim)
+    return list(into.split(lengths, mapper.dim))
 
 
 @input_views.register
