@@ -101,7 +101,10 @@ class Sorted:
     def pull(self, want):
         return None
 
-    def apply(self, tensors, *, want=None):
+    def assemble(self, want, parts):
+        raise AssertionError("pull has no answer")
+
+    def apply(self, tensors):
         return {"y": tensors["x"].sort().values}
 
     def inverse(self):
@@ -119,11 +122,11 @@ def test_leaves_that_cannot_be_sliced_take_the_whole_group():
 
 def test_a_leaf_that_makes_the_wrong_shape_is_named():
     class Broken(Sorted):
-        def apply(self, tensors, *, want=None):
-            return {"y": tensors["x"][:1]}  # would broadcast
-
         def pull(self, want):
             return [want.renamed("x")]
+
+        def assemble(self, want, parts):
+            return parts[0][:1]  # would broadcast
 
     with pytest.raises(ValueError, match=r"Broken object .* made \[1\] of"):
         load(CountingSource({"x": torch.ones(3)}), Broken(), {"y": torch.zeros(3)})

@@ -17,12 +17,14 @@ from ._collective import rank_of, size_of, together
 from ._files import sync_file, write_text
 from ._fill import Target, batches_of, spec_after
 from ._mapper import Group, Mapper
-from ._plan import PlanError, plan, trace
+from ._plan import plan
+from ._problems import PlanError
 from ._publish import published
 from ._shards import INDEX, MAX_SHARD_BYTES, ShardFiles, companions, cut_shards, index_of
 from ._source import Source
 from ._spec import Region, TensorSpec
 from ._stream import MEMORY_BUDGET, Batch, Progress, run_batches
+from ._trace import trace
 
 
 @attrs.frozen
@@ -59,7 +61,7 @@ def convert(
         mapper: From its names to those to be written.
         directory: Must not exist. All ranks must see one file system.
         target: What there shall be; without it, that no tensor of the source is left out is all that is proven.
-        waive: Names or patterns of tensors in the source that may stay unused.
+        waive: Names or patterns of tensors in the source that may stay unused; `optimizer.*` are all that begin so.
         dtype: What floating tensors of 16 bits or more become; others, and all by default, stay as they are.
         max_shard_bytes: A file ends before the tensor that would make its data larger than this.
         copy_from: A directory whose config, tokenizer, templates, code and license (files in .json, .txt, .model,

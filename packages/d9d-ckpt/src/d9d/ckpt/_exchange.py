@@ -20,7 +20,7 @@ from ._spec import Region
 class Collection:
     """Regions on their way to one rank. What is sent or received must not be touched until `wait` returns."""
 
-    regions: dict[str, Tensor] = attrs.field(factory=dict)
+    regions: dict[Region, Tensor] = attrs.field(factory=dict)
     """On the CPU of the owner; elsewhere empty."""
     nbytes: int = 0
     """Memory that this rank holds for it."""
@@ -28,7 +28,7 @@ class Collection:
     _sent: list[Tensor] = attrs.field(factory=list)
     _received: list[tuple[Tensor, Tensor]] = attrs.field(factory=list)
 
-    def wait(self) -> Mapping[str, Tensor]:
+    def wait(self) -> Mapping[Region, Tensor]:
         """The regions, once all have come."""
         for work in self._works:
             work.wait()
@@ -41,23 +41,22 @@ class Collection:
 
     def place(self, region: Region, part: Region, dtype: torch.dtype) -> Tensor:
         """Where a part of a region belongs."""
-        if region.name not in self.regions:
-            self.regions[region.name] = torch.empty(region.shape, dtype=dtype)
-            self.nbytes += self.regions[region.name].nbytes
-        return self.regions[region.name][part.within(region)]
+        if region not in self.regions:
+            self.regions[region] = torch.empty(region.shape, dtype=dtype)
+            self.nbytes += self.regions[region].nbytes
+        return self.regions[region][part.within(region)]
 
     def put(self, region: Region, part: Region, values: Tensor) -> None:
         """Puts what this rank has to its place."""
         if part == region:  # no copy where it is on the CPU
-            self.regions[region.name] = values.cpu()
+            self.regions[region] = values.cpu()
             self.nbytes += 0 if values.device.type == "cpu" else values.nbytes
         else:
             self.place(region, part, values.dtype).copy_(values)
 
     def send(self, values: Tensor, receiver: int, device: torch.device, group: ProcessGroup | None) -> None:
         """Sends a piece."""
-        # as bytes: backends know few dtypes
-        wire = values.to(device).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+        wire = _bytes_of(values.to(device).resolve_conj().resolve_neg().contiguous())
         self.nbytes += wire.numel()
         self._sent.append(wire)
         self._add(dist.isend(wire, group=group, group_dst=receiver))
@@ -69,11 +68,17 @@ class Collection:
             values = torch.empty(place.shape, dtype=place.dtype, device=device)
             self.nbytes += values.nbytes
             self._received.append((values, place))
-        self._add(dist.irecv(values.reshape(-1).view(torch.uint8), group=group, group_src=sender))
+        self._add(dist.irecv(_bytes_of(values), group=group, group_src=sender))
 
     def _add(self, work: Work | None) -> None:
         assert work is not None, "this rank is in the group"
         self._works.append(work)
+
+
+def _bytes_of(contiguous: Tensor) -> Tensor:
+    """The memory of a tensor, in bytes as backends know few dtypes."""
+    # a single element counts as contiguous whatever its stride, and is no view of bytes then
+    return contiguous.as_strided((contiguous.numel(),), (1,)).view(torch.uint8)
 
 
 def collect(

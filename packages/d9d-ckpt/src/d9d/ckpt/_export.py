@@ -20,10 +20,11 @@ from ._files import write_text
 from ._fill import spec_after
 from ._layout import Layout, gather_layout
 from ._mapper import Group, Mapper
-from ._plan import PlanError, trace
+from ._problems import PlanError
 from ._publish import published
 from ._shards import INDEX, MAX_SHARD_BYTES, Shard, ShardFiles, cut_shards, index_of, require_file_names
 from ._spec import Region, TensorSpec
+from ._trace import trace
 
 IN_FLIGHT = 64 << 20
 """Bytes that a rank holds for pieces on their way, unless one tensor alone is more."""
@@ -158,7 +159,7 @@ def _turns(shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:
         yield from filter(None, turn)
 
 
-def _make(output: _Output, inputs: Mapping[str, Tensor]) -> Tensor:
+def _make(output: _Output, inputs: Mapping[Region, Tensor]) -> Tensor:
     if not output.spec.numel:
         return torch.empty(output.spec.shape, dtype=output.spec.dtype)
     return output.group.make(Region.whole(output.name, output.spec), inputs).to(output.spec.dtype)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import attrs
 import torch
 from torch import Tensor
 
+from ._buffer import buffer
 from ._hands import Fill
 from ._into import input_views
 from ._mapper import Group
@@ -57,35 +58,35 @@ def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -
         if target in whole:
             continue
         if group is None:
-            yield _in_place(source, target, [target.want], functools.partial(_itself, target.want.name))
+            yield _in_place(source, target, [target.want], _itself)
             continue
-        needs = group.needs(target.want, source)
+        needs = group.mapper.pull(target.want) or ()
         views = functools.partial(input_views, group.mapper, target.want)
         # looks for views before there is a tensor
         probe = torch.empty(target.want.shape, dtype=target.dtype, device="meta")
-        if views(probe) is None:
-            yield _of_copies(source, group, target, needs)
+        if views(probe) is None or len(set(needs)) < len(needs):  # what is wanted twice is read once, and copied
+            yield _of_copies(source, group, target, list(dict.fromkeys(needs)))
         else:
             yield _in_place(source, target, needs, views)
 
 
-def _itself(name: str, into: Tensor) -> Mapping[str, Tensor]:
-    return {name: into}
+def _itself(into: Tensor) -> Sequence[Tensor]:
+    return [into]
 
 
 def _in_place(
-    source: Source, target: Target, needs: Sequence[Region], views: Callable[[Tensor], Mapping[str, Tensor] | None]
+    source: Source, target: Target, needs: Sequence[Region], views: Callable[[Tensor], Sequence[Tensor] | None]
 ) -> Batch:
     """Reads regions to where they belong in the target."""
     values: list[Tensor] = []
 
     def start() -> Iterator[Fill]:
-        into = torch.empty(target.want.shape, dtype=target.dtype) if target.into is None else target.into
+        into = buffer(target.want.shape, target.dtype) if target.into is None else target.into
         values.append(into)
         parts = views(into)
         assert parts is not None, "there are views of every tensor of the shape, or of none"
-        for region in needs:
-            yield from _fills(source, region, parts[region.name])
+        for region, part in zip(needs, parts, strict=True):
+            yield from _fills(source, region, part)
 
     def finish() -> None:
         into = values.pop()  # the batch lives on, its memory must not
@@ -98,7 +99,7 @@ def _in_place(
 
 def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Region]) -> Batch:
     """Reads the regions that make a region of an output, makes it, copies it."""
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[Region, Tensor] = {}
 
     def finish() -> None:
         made = group.make(target.want, inputs)
@@ -112,12 +113,12 @@ def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Reg
 
 def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> Batch:
     """Reads all inputs, makes all outputs, copies what is wanted of them."""
-    inputs: dict[str, Tensor] = {}
+    inputs: dict[Region, Tensor] = {}
     needs = [Region.whole(name, source[name]) for name in group.inputs]
     made = sum(spec.nbytes for spec in group.mapper.infer({name: source[name] for name in group.inputs}).values())
 
     def finish() -> None:
-        outputs = group.mapper.apply(inputs)
+        outputs = group.mapper.apply({region.name: tensor for region, tensor in inputs.items()})
         inputs.clear()
         for target in targets:
             values = outputs[target.want.name][target.want.slices]
@@ -131,11 +132,11 @@ def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> 
     return Batch(nbytes, held, lambda: _fresh(source, needs, inputs), finish, alone)
 
 
-def _fresh(source: Source, needs: Sequence[Region], inputs: dict[str, Tensor]) -> Iterator[Fill]:
+def _fresh(source: Source, needs: Sequence[Region], inputs: dict[Region, Tensor]) -> Iterator[Fill]:
     """Reads regions into `inputs`."""
     for region in needs:
-        inputs[region.name] = torch.empty(region.shape, dtype=source[region.name].dtype)
-        yield from _fills(source, region, inputs[region.name])
+        inputs[region] = buffer(region.shape, source[region.name].dtype)
+        yield from _fills(source, region, inputs[region])
 
 
 def _fills(source: Source, region: Region, into: Tensor) -> Iterator[Fill]:

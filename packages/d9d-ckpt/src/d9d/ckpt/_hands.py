@@ -130,6 +130,8 @@ class Hands:
             self._streams[into.device] = torch.cuda.Stream(into.device)
         stream = self._streams[into.device]
         with torch.cuda.stream(stream):
+            if staged.dtype != into.dtype or not into.is_contiguous():  # torch would convert on the CPU
+                staged = staged.to(into.device, non_blocking=True)
             into.copy_(staged, non_blocking=True)
         stream.synchronize()  # others of our threads read meanwhile
 

@@ -12,7 +12,8 @@ from torch import Tensor
 from ._fill import Target, batches_of
 from ._local import local_part
 from ._mapper import Group, Mapper
-from ._plan import PlanError, plan
+from ._plan import plan
+from ._problems import PlanError
 from ._source import Source
 from ._spec import TensorSpec
 from ._stream import MEMORY_BUDGET, Batch, Progress, run_batches, settle
@@ -41,7 +42,7 @@ def load(
         state: Plain tensors or DTensors by name. Names may share a tensor; it gets the last one's values, in the order
             in which the plan has them.
         target: The whole model, where `state` is only a part of it (a pipeline stage); by default `state` is whole.
-        waive: Names or patterns of tensors in the checkpoint that may stay unused.
+        waive: Names or patterns of tensors in the checkpoint that may stay unused; `optimizer.*` are all that begin so.
         memory_budget: Bytes of buffers at once. A group that needs more goes alone.
         progress: Called with the bytes read so far and in all, from 0 on, by the calling thread.
 

@@ -35,14 +35,15 @@ class Source(Mapping[str, TensorSpec]):
             OSError: It cannot be read.
         """
 
-    def file(self, name: str) -> str:
-        """The file that holds a tensor, for people; a source without files says what it is."""
-        return f"{type(self).__name__} with {name!r}"
-
     def extents(self, region: Region) -> Sequence[Extent] | None:
         """Where the bytes of a region lie in files, for several threads to read; None where `read` must be asked."""
         del region
         return None
+
+    def file(self, name: str) -> str:
+        """Where a tensor is, for people: the name of its file, by default that of the source's class."""
+        del name
+        return type(self).__name__
 
 
 class CheckpointError(ValueError):
