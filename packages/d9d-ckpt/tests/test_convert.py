@@ -22,8 +22,10 @@ from d9d.ckpt import (
     Sequential,
     Stack,
     TensorSpec,
+    Tie,
     convert,
     export,
+    load,
     open_checkpoint,
 )
 from d9d.ckpt._shards import cut_shards
@@ -126,6 +128,28 @@ def test_a_dtype_is_for_floating_tensors_that_are_not_quantized(tmp_path):
             assert tensor.dtype == expected.dtype
             assert torch.equal(tensor.float(), expected.float())
     assert contents(tmp_path / "converted") == contents(tmp_path / "exported")
+
+
+def test_a_tied_head_is_written_once_and_an_untied_one_is_kept(tmp_path):  # case 26
+    state = {"embedding": torch.randn(4, 3), "head": torch.randn(4, 3)}
+    tie = Tie("embed", ["embedding", "head"])
+    tied = {"embedding": state["embedding"], "head": state["embedding"]}
+    export(tied, tie.inverse(), tmp_path / "tied", max_shard_bytes=1)
+    assert read_all(tmp_path / "tied").keys() == {"embed"}
+    assert not (tmp_path / "tied" / "model.safetensors.index.json").exists()
+    found = {"embedding": torch.zeros(4, 3), "head": torch.zeros(4, 3)}
+    load(open_checkpoint(tmp_path / "tied"), tie, found)
+    assert torch.equal(found["embedding"], state["embedding"])
+    assert torch.equal(found["head"], state["embedding"])
+
+    with pytest.raises(ValueError, match="head"):
+        export(state, tie.inverse(), tmp_path / "lost")
+    assert not (tmp_path / "lost").exists()
+    export(state, Identity(), tmp_path / "untied", max_shard_bytes=1)
+    index = json.loads((tmp_path / "untied" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == {"embedding", "head"}
+    load(open_checkpoint(tmp_path / "untied"), Identity(), found)
+    assert torch.equal(found["head"], state["head"])
 
 
 def test_what_belongs_to_a_model_is_copied_beside_it(tmp_path):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from d9d.ckpt import (
+    Cast,
     Chunk,
     Concatenate,
     Identity,
@@ -21,11 +22,16 @@ from d9d.ckpt import (
     ReadError,
     Region,
     Rename,
+    Reshape,
     Sequential,
+    Slice,
     Source,
+    Squeeze,
     Stack,
     TensorSpec,
+    Tie,
     Transpose,
+    Unsqueeze,
     Unstack,
     load,
     open_checkpoint,
@@ -121,6 +127,21 @@ LAYOUTS = {
     "rename": Rename("{i}.a", "x.{i}"),
     "under a prefix": Prefix("0.", Rename("a", "c"), output="z."),
     **{f"transpose {dims}": Transpose("0.a", "x", dims=dims) for dims in ((0, 1), (1, 2), (0, 2))},
+    **{f"squeeze on {dim}": Sequential(Unsqueeze("0.a", "y", dim=dim), Squeeze("y", "x", dim=dim)) for dim in range(4)},
+    **{f"unsqueeze on {dim}": Unsqueeze("0.a", "x", dim=dim) for dim in range(4)},
+    **{f"slice on {dim}": Slice("0.a", "x", dim=dim, start=1, stop=3) for dim in range(3)},
+    "tie": Tie("0.a", ["x", "y"]),
+    "reshape in dims": Reshape("0.a", "x", input_shape=SHAPE, output_shape=(2, 3, 4, 2, 4)),
+    "reshape over dims": Reshape("0.a", "x", input_shape=SHAPE, output_shape=(24, 8)),
+    "cast": Cast("0.a", "x", dtype=torch.float32),
+    "casts": Sequential(Cast("0.a", "y", dtype=torch.float8_e4m3fn), Cast("y", "x", dtype=torch.float32)),
+    "cast, transposed and stacked": Sequential(
+        Cast("{i}.a", "{i}.c", dtype=torch.float32), Transpose("{i}.c", "{i}.t", dims=(0, 2)),
+        Stack("{i}.t", "x", count=3, dim=1),
+    ),
+    "one input twice": Sequential(
+        Tie("0.a", ["y", "z"]), Concatenate(["y", "z"], "x", sizes=(SHAPE[1], SHAPE[1]), dim=1),
+    ),
     **{f"stack on {dim}": Stack("{i}.a", "x", count=3, dim=dim) for dim in range(4)},
     **{f"concatenate on {dim}": Concatenate([A, B], "{i}.x", sizes=[SHAPE[dim]] * 2, dim=dim) for dim in range(3)},
     **{f"unstack on {dim}": Unstack("0.a", "x.{j}", count=SHAPE[dim], dim=dim) for dim in range(3)},
@@ -153,7 +174,9 @@ def test_a_slice_on_any_dim_reads_what_it_needs_and_no_more(tmp_path, counted, l
                 target = Target(region, tensor.dtype, into)
                 fill_targets(source, [(group, target)], memory_budget=0, progress=None)
                 assert torch.equal(bits(into), bits(tensor[region.slices])), region
-                needed = region.numel * tensor.dtype.itemsize
+                needed = sum(need.numel * source[need.name].dtype.itemsize for need in group.needs(region, source))
+                if layout != "one input twice":
+                    assert needed == region.numel * torch.bfloat16.itemsize
                 assert needed <= counted[0] <= 1.02 * needed, region
 
 
