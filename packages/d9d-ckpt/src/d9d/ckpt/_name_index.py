@@ -124,10 +124,11 @@ class Names(Collection[str]):
         return self._root
 
 
-def _insert(node: Node, name: str) -> None:
+def _insert(root: Node, name: str) -> None:
+    node: dict[Any, Any] = root
     *parts, last = name.split(".")
     for part in parts:
-        child = node.get(part)
+        child: Any = node.get(part)
         if child is None:
             child = node[part] = {}
         elif isinstance(child, str):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Generator, Mapping
 
 from ._mapper import Group, Mapper, bound, by_name
 from ._mappers._chain import infer_known
@@ -50,7 +50,7 @@ def _trace(
 
 
 @contextlib.contextmanager
-def collector_paused() -> Iterator[None]:
+def collector_paused() -> Generator[None, None, None]:
     """Without this, a quarter of the time goes into looking for cycles in many small objects that have none."""
     enabled = gc.isenabled()
     gc.disable()
