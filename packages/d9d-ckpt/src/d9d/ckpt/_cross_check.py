@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 
 from ._findings import Problem, ProblemKind
 from ._header import Header
@@ -24,7 +24,14 @@ def duplicates(headers: Mapping[str, Header]) -> Iterator[Problem]:
             yield Problem(ProblemKind.DUPLICATE, f"{name!r} is in several files: {files}")
 
 
-def contradictions(index: Index, headers: Mapping[str, Header], incomplete: Collection[str]) -> Iterator[Problem]:
+def absent_files(index: Index, present: Collection[str]) -> Iterator[Problem]:
+    """Files that an index names, beyond those that are present."""
+    for file in index.files:
+        if file not in present:
+            yield Problem(ProblemKind.MISSING_FILE, f"the index names {file!r}, which is absent")
+
+
+def contradictions(index: Index, headers: Mapping[str, Header], incomplete: Collection[str] = ()) -> Iterator[Problem]:
     """Where an index and the files that it names differ; of `incomplete` headers it is not known what they lack."""
     listed = index.weight_map
     for file, header in headers.items():
@@ -40,13 +47,17 @@ def contradictions(index: Index, headers: Mapping[str, Header], incomplete: Coll
     for name, file in listed.items():
         if file in headers and file not in incomplete and name not in headers[file].entries:
             yield Problem(ProblemKind.MISSING_TENSOR, f"the index has {name!r} in {file!r}, which lacks it")
+
+
+def wrong_total(index: Index, headers: Mapping[str, Header]) -> Iterator[Problem]:
+    """That the index, whose files' complete headers these are, says another size; nothing reads it."""
     total = index.metadata.get("total_size")
     nbytes = sum(entry.stop - entry.start for header in headers.values() for entry in header.entries.values())
-    if total is not None and total != nbytes and not incomplete and set(index.files) == headers.keys():
+    if total is not None and total != nbytes:
         yield Problem(ProblemKind.TOTAL_SIZE, f"the index says total_size {total!r}, the tensors have {nbytes} bytes")
 
 
-def gaps_in_numbers(files: Collection[str]) -> Iterator[Problem]:
+def gaps_in_numbers(files: Iterable[str]) -> Iterator[Problem]:
     """Files that are absent by the numbers in the names of the others, such as `model-00001-of-00003.safetensors`."""
     sets: dict[tuple[str, ...], set[int]] = defaultdict(set)
     for file in files:

@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import importlib
-from typing import Any
+from typing import Any, Protocol, TypeGuard, runtime_checkable
+
+from ._mapper import Mapper
+
+
+@runtime_checkable
+class _Checkable(Mapper, Protocol):
+    """A mapper, by the names of its methods."""
+
+
+def is_mapper(value: object) -> TypeGuard[Mapper]:
+    """Whether something has the methods of a mapper; classes of mappers are none."""
+    return isinstance(value, _Checkable) and not isinstance(value, type)
 
 
 def import_path(path: str) -> Any:

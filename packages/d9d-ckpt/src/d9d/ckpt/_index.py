@@ -64,7 +64,7 @@ def inspect_index(path: Path) -> tuple[Index, list[Problem]]:
     except ValueError as error:
         return Index({}, {}), [_malformed(str(error))]
     listed = document.get("weight_map") if isinstance(document, dict) else None
-    if not isinstance(listed, dict):
+    if not isinstance(listed, dict) or not listed:  # nothing at all is a broken export, not a checkpoint
         return Index({}, {}), [_malformed('it needs a "weight_map" from names of tensors to names of files')]
     problems = [
         Problem(ProblemKind.DUPLICATE, f"the index has {key!r} more than once")

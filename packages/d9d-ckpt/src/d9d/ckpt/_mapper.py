@@ -109,7 +109,7 @@ class Group:
 
 
 @attrs.frozen
-class Fault(Mapper):
+class Fault:
     """Takes the place of a mapper that cannot be bound, so that what is wrong with others is seen too."""
 
     problem: str
@@ -120,6 +120,14 @@ class Fault(Mapper):
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         del specs
+        raise ValueError(self.problem)
+
+    def pull(self, want: Region) -> Sequence[Region] | None:
+        del want
+        raise ValueError(self.problem)
+
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want, parts
         raise ValueError(self.problem)
 
     def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:

@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import chain
-
-import attrs
+from typing import Any
 
 from ._natural import natural_key
 
+Node = dict[str | None, Any]
+"""By the next part of names, the node for those that begin with it; by None, the name that ends here.
 
-@attrs.define
-class _Node:
-    """The names that begin with the same parts."""
-
-    children: dict[str, _Node] = attrs.field(factory=dict)
-    name: str | None = None
-    """The name that ends here, if there is one."""
+In place of a node with one name that ends there stands the name: half of all nodes are such.
+"""
 
 
 class Names(Collection[str]):
@@ -29,7 +25,7 @@ class Names(Collection[str]):
         self._base: Names | None = None
         self._removed: set[str] = set()  # of the base
         self._own = dict.fromkeys(names)
-        self._root: _Node | None = None  # of the own names; built when first searched
+        self._root: Node | None = None  # of the own names; built when first searched
         self._scopes: dict[str, Names] = {}
 
     @classmethod
@@ -62,22 +58,24 @@ class Names(Collection[str]):
             if name in self._own:
                 del self._own[name]
                 if self._root is not None:
-                    _reach(self._root, name).name = None
+                    _discard(self._root, name)
             elif self._base is not None and name in self._base:
                 self._removed.add(name)
         for name in add:
             if name not in self:
                 self._own[name] = None
                 if self._root is not None:
-                    _reach(self._root, name).name = name
+                    _insert(self._root, name)
 
     def candidates(self, parts: Sequence[str | None]) -> Iterator[str]:
         """The names of as many parts as are given, where None stands for any part that is not empty."""
         if self._base is not None:
             yield from (name for name in self._base.candidates(parts) if name not in self._removed)
         for node in _walk([self._indexed()], parts):
-            if node.name is not None:
-                yield node.name
+            if isinstance(node, str):
+                yield node
+            elif None in node:
+                yield node[None]
 
     def prefixes(self, parts: Sequence[str | None]) -> Iterator[str]:
         """The different beginnings, of as many parts as are given, of longer names; None stands for any part."""
@@ -86,10 +84,10 @@ class Names(Collection[str]):
             paths = [
                 (f"{path}{key}.", child)
                 for path, node in paths
-                for key, child in ([(part, node.children.get(part))] if part is not None else node.children.items())
-                if key and child is not None
+                for key, child in (node.items() if part is None else [(part, node.get(part))])
+                if key and isinstance(child, dict)
             ]
-        own = (path for path, node in paths if node.children)
+        own = (path for path, _ in paths)
         base = () if self._base is None else self._base.prefixes(parts)
         for path in dict.fromkeys(chain(base, own)):
             if len(self.scope(path)):
@@ -103,11 +101,14 @@ class Names(Collection[str]):
 
     def _scope(self, prefix: str) -> Names:
         *parents, start = prefix.split(".")
-        own: list[str] = []
-        for node in _walk([self._indexed()], parents):
-            for part, child in node.children.items():
-                if part.startswith(start):
-                    own += [name.removeprefix(prefix) for name in _names_below(child)]
+        own = [
+            name.removeprefix(prefix)
+            for node in _walk([self._indexed()], parents)
+            if isinstance(node, dict)
+            for part, child in node.items()
+            if part is not None and part.startswith(start)
+            for name in _names_below(child)
+        ]
         if self._base is None:
             return Names(own)
         scoped = Names.over(self._base.scope(prefix))
@@ -115,37 +116,57 @@ class Names(Collection[str]):
         scoped.update(remove=removed, add=own)
         return scoped
 
-    def _indexed(self) -> _Node:
+    def _indexed(self) -> Node:
         if self._root is None:
-            self._root = _Node()
+            self._root = {}
             for name in self._own:
-                _reach(self._root, name).name = name
+                _insert(self._root, name)
         return self._root
 
 
-def _reach(node: _Node, name: str) -> _Node:
-    """The node where `name` ends, made if need be."""
-    for part in name.split("."):
-        child = node.children.get(part)
+def _insert(root: Node, name: str) -> None:
+    node: dict[Any, Any] = root
+    *parts, last = name.split(".")
+    for part in parts:
+        child: Any = node.get(part)
         if child is None:
-            child = node.children[part] = _Node()
+            child = node[part] = {}
+        elif isinstance(child, str):
+            child = node[part] = {None: child}
         node = child
-    return node
+    child = node.get(last)
+    if isinstance(child, dict):
+        child[None] = name
+    else:
+        node[last] = name
 
 
-def _walk(nodes: list[_Node], parts: Iterable[str | None]) -> list[_Node]:
+def _discard(node: Node, name: str) -> None:
+    *parts, last = name.split(".")
+    for part in parts:
+        node = node[part]
+    child = node[last]
+    if isinstance(child, dict):
+        del child[None]
+    else:
+        del node[last]
+
+
+def _walk(nodes: list[Any], parts: Iterable[str | None]) -> list[Any]:
+    """The nodes, or names in place of them, after these parts."""
     for part in parts:
         if part is None:
-            nodes = [child for node in nodes for key, child in node.children.items() if key]
+            nodes = [child for node in nodes if isinstance(node, dict) for key, child in node.items() if key]
         else:
-            nodes = [node.children[part] for node in nodes if part in node.children]
+            nodes = [node[part] for node in nodes if isinstance(node, dict) and part in node]
     return nodes
 
 
-def _names_below(node: _Node) -> Iterator[str]:
+def _names_below(node: Any) -> Iterator[str]:
     stack = [node]
     while stack:
         node = stack.pop()
-        if node.name is not None:
-            yield node.name
-        stack += reversed(node.children.values())
+        if isinstance(node, str):
+            yield node
+        else:
+            stack += reversed(node.values())

@@ -23,7 +23,7 @@ __all__ = [
     "require_same_fields",
 ]
 
-_QUOTED_WITH_NEAREST = 50
+_QUOTED_WITH_NEAREST = 30
 """Names that are told their nearest: a wrong prefix on all of 100,000 needs no more, and would take minutes."""
 
 
@@ -89,6 +89,8 @@ class Pattern:
         """The pattern with some fields filled in; the others stay."""
         if not self.fields:
             return self
+        if "{{" not in self.text and "}}" not in self.text and values.keys() >= self.fields:
+            return Pattern(_escape(self.text.format_map(values)))
         text = ""
         for literal, field in _parse(self.text):
             text += _escape(literal)
@@ -150,23 +152,25 @@ def as_patterns(texts: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
 
 def require_same_fields(*patterns: Pattern) -> None:
     """Raises a ValueError unless all patterns have the same fields."""
-    if any(pattern.fields != patterns[0].fields for pattern in patterns):
-        raise ValueError(f"all names must have the same fields, not so in {', '.join(map(repr, patterns))}")
+    for pattern in patterns:
+        if pattern.fields != patterns[0].fields:
+            raise ValueError(f"all names must have the same fields, not so in {', '.join(map(repr, patterns))}")
 
 
 def matches(patterns: Iterable[Pattern], names: Collection[str], *, without: str | None = None) -> list[dict[str, str]]:
-    """Every assignment of fields by which a pattern is one of `names`, in natural order.
+    """Every assignment of fields by which a pattern is one of `names`, in an order that depends on the names alone.
 
     The field `without` is left out of the assignments. Patterns without any other field give the one empty assignment,
     whether the name exists or not.
     """
     index = Names.of(names)
-    found: dict[tuple[tuple[str, str], ...], None] = {}
+    found: dict[tuple[str, ...], dict[str, str]] = {}
     for pattern in patterns:
         if pattern.fields <= {without}:
             return [{}]
         for name in index.candidates(pattern.parts):
             values = pattern.match(name)
             if values is not None:
-                found[tuple(sorted((field, value) for field, value in values.items() if field != without))] = None
-    return [dict(items) for items in sorted(found, key=lambda items: [natural_key(value) for _, value in items])]
+                values.pop(without or "", None)
+                found.setdefault(tuple(values[field] for field in sorted(values)), values)
+    return list(found.values())

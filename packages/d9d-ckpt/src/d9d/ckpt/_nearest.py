@@ -11,6 +11,8 @@ from ._name_index import Names
 _EXHAUSTIVE = 20_000
 """Comparisons up to which every name is compared with every candidate: about a second."""
 _NEIGHBOURS = 8
+_SIBLINGS = 300
+"""Names that differ from one in the same part, of which the most similar are looked for."""
 
 
 class Nearest:
@@ -37,7 +39,7 @@ class Nearest:
         parts = name.split(".")
         for index in range(len(parts)):
             others = list(self._names.candidates([*parts[:index], None, *parts[index + 1 :]]))
-            yield from difflib.get_close_matches(name, others[: _EXHAUSTIVE // 10], n=_NEIGHBOURS)
+            yield from difflib.get_close_matches(name, others[:_SIBLINGS], n=_NEIGHBOURS)
         yield from _around(self._forward, name)
         yield from (found[::-1] for found in _around(self._backward, name[::-1]))
 

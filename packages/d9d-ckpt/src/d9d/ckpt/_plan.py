@@ -10,7 +10,7 @@ from ._planned import Plan
 from ._problems import PlanError
 from ._source import Source
 from ._spec import Region, TensorSpec
-from ._trace import trace
+from ._trace import collector_paused, trace
 
 __all__ = ["Plan", "PlanError", "plan", "trace"]
 
@@ -36,6 +36,17 @@ def plan(
     Raises:
         PlanError: With all that is wrong.
     """
+    with collector_paused():
+        return _plan(source, mapper, target, select, waive)
+
+
+def _plan(
+    source: Mapping[str, TensorSpec],
+    mapper: Mapper,
+    target: Mapping[str, TensorSpec],
+    select: Collection[str | Region] | None,
+    waive: Collection[str],
+) -> Plan:
     groups, outputs, problems = trace(source, mapper, waive=waive)
     unmade, unknown = target.keys() - outputs.keys(), outputs.keys() - target.keys()
     problems += [f"made, but not in the target: {name}" for name in quote_with_nearest(unknown, unmade)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -11,10 +11,12 @@ import attrs
 import torch
 from torch import Tensor
 
+from ._cross_check import absent_files, contradictions, duplicates, gaps_in_numbers
 from ._extent import Block, Extent
+from ._findings import Problem
 from ._hands import Fill
 from ._header import Header, read_header
-from ._index import read_index
+from ._index import Index, read_index
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 from ._stream import read_now
@@ -137,45 +139,32 @@ def _open(path: Path) -> Mapping[str, _Located]:
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"no .safetensors file in {str(path)!r}")
-        return _open_files(path, files, listed=None)
+        return _open_files(path, files, gaps_in_numbers(file.name for file in files))
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
-    return _open_index(path) if path.suffix == ".json" else _open_files(path, [path], listed=None)
+    return _open_index(path) if path.suffix == ".json" else _open_files(path, [path])
 
 
 def _open_index(path: Path) -> Mapping[str, _Located]:
     index = read_index(path)
-    return _open_files(path, [path.parent / name for name in index.files], listed=index.weight_map)
+    files = [path.parent / name for name in index.files]
+    present = [file for file in files if file.is_file()]
+    absent = absent_files(index, {file.name for file in present})
+    return _open_files(path, present, absent, index)
 
 
-def _open_files(path: Path, paths: list[Path], *, listed: Mapping[str, str] | None) -> Mapping[str, _Located]:
-    problems = [f"the index names {file.name!r}, which is absent" for file in paths if not file.is_file()]
-    headers = {file: read_header(file) for file in paths if file.is_file()}
-    holders: dict[str, list[Path]] = {}
-    for file, header in headers.items():
-        for name in header.entries:
-            holders.setdefault(name, []).append(file)
-    problems += [
-        f"{name!r} is in several files: {[file.name for file in files]}"
-        for name, files in holders.items()
-        if len(files) > 1
-    ]
-    if listed is not None:
-        present = {file.name: header for file, header in headers.items()}
-        problems += [
-            f"{file.name!r} holds {name!r}, which the index {_instead(listed.get(name))}"
-            for file, header in headers.items()
-            for name in header.entries
-            if listed.get(name) != file.name and len(holders[name]) == 1
-        ]
-        problems += [
-            f"the index has {name!r} in {file!r}, which lacks it"
-            for name, file in listed.items()
-            if file in present and name not in present[file].entries
-        ]
+def _open_files(
+    path: Path, files: Iterable[Path], problems: Iterable[Problem] = (), index: Index | None = None
+) -> Mapping[str, _Located]:
+    """The tensors of files in one directory, unless there are `problems` with them, or between them and the index."""
+    headers = {file.name: read_header(file) for file in files}
+    problems = [*problems, *duplicates(headers), *(contradictions(index, headers) if index is not None else ())]
     if problems:
-        raise CheckpointError(str(path), problems)
-    return {name: located for file, header in headers.items() for name, located in _locate(file, header).items()}
+        raise CheckpointError(str(path), [problem.text for problem in problems])
+    directory = path if path.is_dir() else path.parent
+    return {
+        name: located for file, header in headers.items() for name, located in _locate(directory / file, header).items()
+    }
 
 
 def _locate(file: Path, header: Header) -> Mapping[str, _Located]:
@@ -183,7 +172,3 @@ def _locate(file: Path, header: Header) -> Mapping[str, _Located]:
         name: _Located(file.name, Block(file, header.nbytes, entry.start, entry.spec))
         for name, entry in header.entries.items()
     }
-
-
-def _instead(file: str | None) -> str:
-    return "lacks" if file is None else f"has in {file!r}"

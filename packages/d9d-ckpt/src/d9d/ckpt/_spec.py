@@ -65,7 +65,7 @@ class Region:
 
     def renamed(self, name: str) -> Region:
         """The same rectangle of another tensor."""
-        return attrs.evolve(self, name=name)
+        return Region(name, self.offset, self.shape)
 
     def replaced(self, dim: int, offset: int, length: int) -> Region:
         """The same rectangle with another interval on `dim`."""

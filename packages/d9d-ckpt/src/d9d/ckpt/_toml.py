@@ -23,7 +23,7 @@ from typing import Any
 import attrs
 
 from . import _mappers
-from ._import_path import import_path
+from ._import_path import import_path, is_mapper
 from ._mapper import Mapper
 from ._names import quote_with_nearest
 from ._toml_values import WrongValueError, as_type
@@ -88,14 +88,9 @@ def _leaf(table: Mapping[str, Any], path: str, problems: list[str]) -> Mapper | 
     types = typing.get_type_hints(leaf)
     given = {key: value for key, value in table.items() if key != "kind"}
     known = parameters.keys()
-    problems += [
-        f"{path}.{name} is no key of {table['kind']!r}, which has {', '.join(known)}"
-        if "nearest" not in quoted
-        else f"{path}.{name} is no key of {table['kind']!r}: {quoted}"
-        for name in given
-        if name not in known
-        for quoted in quote_with_nearest([name], known)
-    ]
+    for name in sorted(given.keys() - known):
+        (quoted,) = quote_with_nearest([name], known)
+        problems.append(f"{path}.{name} is no key of {table['kind']!r}: {quoted}, of {', '.join(known)}")
     positional: list[Any] = []
     keywords: dict[str, Any] = {}
     for name, parameter in parameters.items():
@@ -111,10 +106,13 @@ def _leaf(table: Mapping[str, Any], path: str, problems: list[str]) -> Mapper | 
     if len(problems) > before:
         return None
     try:
-        return leaf(*positional, **keywords)
+        made = leaf(*positional, **keywords)
     except (ValueError, TypeError) as error:
         problems.append(f"{path}: {error}")
         return None
+    if not is_mapper(made):  # of a third party
+        problems.append(f"{path}.kind is {table['kind']!r}, which lacks methods of a mapper")
+    return made
 
 
 def _class(kind: Any, path: str, problems: list[str]) -> type[Mapper] | None:
@@ -141,12 +139,12 @@ def _class(kind: Any, path: str, problems: list[str]) -> type[Mapper] | None:
 
 def _value(value: Any, wanted: Any, path: str, problems: list[str]) -> Any:
     """`value` as what a field of type `wanted` takes; where that is mappers, tables are."""
-    if wanted is Mapper:
+    if wanted in (Mapper, Mapper | None):
         if isinstance(value, list):
             steps = [_step(table, where, problems) for where, table in _tables(value, path, problems)]
             return _mappers.Sequential(*(step for step in steps if step is not None))
         return _step(value, path, problems) if isinstance(value, dict) else _no_table(value, path, problems)
-    if Mapper in typing.get_args(wanted):
+    if typing.get_origin(wanted) is tuple and Mapper in typing.get_args(wanted):
         return [_step(table, where, problems) for where, table in _tables(value, path, problems)]
     try:
         return as_type(value, wanted)
@@ -167,6 +165,5 @@ def _tables(value: Any, path: str, problems: list[str]) -> list[tuple[str, Mappi
 
 
 def _no_table(value: object, path: str, problems: list[str]) -> None:
-    problems.append(
-        f"{path} should be a table with a kind, in an array [[{re.sub('[[0-9]+]', '', path)}]], got {value!r}"
-    )
+    key = re.sub(r"\[[0-9]+\]", "", path)
+    problems.append(f"{path} should be a table with a kind, in an array [[{key}]], got {value!r}")

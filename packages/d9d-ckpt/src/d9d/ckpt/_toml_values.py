@@ -40,7 +40,7 @@ def as_type(value: Any, wanted: Any) -> Any:
     if origin in (tuple, list, collections.abc.Sequence, collections.abc.Collection):
         if not isinstance(value, list):
             raise WrongValueError(f"should be an array, got {value!r}")
-        return [as_type(item, arguments[0] if arguments else Any) for item in value]
+        return _items(value, origin, arguments)
     if origin is collections.abc.Callable:
         return _imported(_exactly(value, str, "an import path 'module:name'"))
     if wanted is torch.dtype:
@@ -61,6 +61,14 @@ def dtype_of(name: str) -> torch.dtype:
         (quoted,) = quote_with_nearest([name], known)
         raise WrongValueError(f"should be one of {', '.join(known)}, got {quoted}")
     return known[name]
+
+
+def _items(values: list[Any], origin: Any, wanted: tuple[Any, ...]) -> tuple[Any, ...]:
+    if origin is not tuple or Ellipsis in wanted or not wanted:
+        wanted = wanted[:1] * len(values) or (Any,) * len(values)
+    if len(values) != len(wanted):
+        raise WrongValueError(f"should be an array of {len(wanted)}, got {values!r}")
+    return tuple(as_type(item, each) for item, each in zip(values, wanted))
 
 
 def _as_any_of(value: Any, wanted: list[Any]) -> Any:

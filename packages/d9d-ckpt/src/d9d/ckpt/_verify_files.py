@@ -7,7 +7,7 @@ from pathlib import Path
 
 import attrs
 
-from ._cross_check import contradictions, duplicates, gaps_in_numbers
+from ._cross_check import absent_files, contradictions, duplicates, gaps_in_numbers, wrong_total
 from ._findings import Problem, ProblemKind
 from ._header import Inspection, inspect_header
 from ._index import Index, inspect_index
@@ -30,12 +30,14 @@ def verify_files(path: Path, *, values: bool, contents: bool) -> Report:
         for file in present
         if file not in files
     ]
-    found = {}
+    found: dict[str, Inspection] = {}
+    absent = [file for file in files if not (directory / file).exists()]
+    problems += absent_files(index, set(files) - set(absent))
     for file in files:
+        if file in absent:
+            continue
         try:
             found[file] = inspect_header(directory / file)
-        except FileNotFoundError:
-            problems.append(Problem(ProblemKind.MISSING_FILE, f"the index names {file!r}, which is absent"))
         except OSError as error:
             problems.append(Problem(ProblemKind.UNREADABLE, str(error)))
         else:
@@ -45,6 +47,8 @@ def verify_files(path: Path, *, values: bool, contents: bool) -> Report:
     if index.files:
         incomplete = {file for file, inspection in found.items() if not inspection.complete}
         problems += contradictions(index, headers, incomplete)
+        if not incomplete and headers.keys() == set(files):
+            problems += wrong_total(index, headers)
     else:
         problems += gaps_in_numbers(files)
     more_problems, more_notes = check_data(_data(directory, found), values=values, contents=contents)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from .._collective import rank_of
 from .._convert import convert
-from .._toml_values import dtype_of
+from .._toml_values import WrongValueError, dtype_of
 from ._exit_codes import FINE
 from ._mapper_arguments import add_mapper_arguments, mapper_of, target_of
 from ._open import directory_of, open_source
@@ -91,7 +91,10 @@ def _world() -> Generator[None]:
 
 
 def _dtype(text: str) -> torch.dtype:
-    return dtype_of(text)
+    try:
+        return dtype_of(text)
+    except WrongValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _size(text: str) -> int:

@@ -44,7 +44,8 @@ def _run(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         return INTERRUPTED
     except (ValueError, OSError, RuntimeError, ImportError, MemoryError) as error:
-        if not isinstance(error, PeerError) or os.environ.get("RANK", "0") == "0":  # the rank that failed says it too
+        # what all ranks raise, the first one says
+        if not isinstance(error, (PeerError, PlanError)) or os.environ.get("RANK", "0") == "0":
             sys.stderr.write(f"d9d-ckpt: {str(error) or type(error).__name__}\n")
         return FOUND if isinstance(error, PlanError) else USAGE
     return code

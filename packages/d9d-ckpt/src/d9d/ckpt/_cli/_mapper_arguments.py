@@ -6,21 +6,16 @@ import argparse
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from torch import Tensor, nn
 
-from .._import_path import import_path
+from .._import_path import import_path, is_mapper
 from .._mapper import Mapper
 from .._mappers import Identity
 from .._spec import TensorSpec
 from .._toml import read_toml
 from ._open import open_source
-
-
-@runtime_checkable
-class _Checkable(Mapper, Protocol):
-    """A mapper, by the names of its methods."""
 
 
 def add_mapper_arguments(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +45,7 @@ def mapper_of(arguments: argparse.Namespace) -> Mapper:
         mapper = read_toml(arguments.toml)
     elif arguments.mapper is not None:
         found = _import(arguments.mapper)
-        if not isinstance(found, _Checkable):
+        if not is_mapper(found):
             raise ValueError(f"--mapper {arguments.mapper}: a mapper is needed, got {found!r}")
         mapper = found
     else:
@@ -89,6 +84,5 @@ def _import(path: str) -> Any:
     if here not in sys.path:
         sys.path.insert(0, here)  # as `python -m` does
     found = import_path(path)
-    if isinstance(found, (_Checkable, nn.Module, Mapping)) and not isinstance(found, type):
-        return found
-    return found() if callable(found) else found
+    # mappers and modules are callable in places
+    return found if is_mapper(found) or isinstance(found, nn.Module) or not callable(found) else found()

@@ -10,7 +10,6 @@ import attrs
 from torch import Tensor
 
 from .._mapper import Fault, Group
-from .._names import natural_key
 from .._problems import for_all, problems_of, raise_all
 from .._spec import Region, TensorSpec
 
@@ -102,7 +101,7 @@ class Chain:
         for step in self.steps:
             inputs |= {name: None for group in step for name in group.inputs if name not in there}
             there = run([step], there, lambda group, _: dict.fromkeys(group.outputs))
-        return Group(sorted(inputs, key=natural_key), sorted(there, key=natural_key), self)
+        return Group(inputs, there, self)
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         del names  # bound already

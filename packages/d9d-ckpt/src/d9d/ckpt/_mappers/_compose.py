@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping, Sequence
 import attrs
 from torch import Tensor
 
-from .._mapper import Fault, Group, Mapper, bound, by_name
+from .._mapper import Fault, Group, Mapper, bound
 from .._name_index import Names
 from .._problems import for_all
 from .._spec import TensorSpec
@@ -25,7 +25,7 @@ class Parallel(Mapper):
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         names = Names.of(names)
-        return by_name(group for mapper in self.mappers for group in bound(mapper, names))
+        return [group for mapper in self.mappers for group in bound(mapper, names)]
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)
@@ -63,7 +63,7 @@ class Sequential(Mapper):
             there.update(remove=taken, add=[name for group in step for name in group.outputs])
             gone.update(taken)
             steps.append(step)
-        return by_name(connected(steps))
+        return connected(steps)
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)

@@ -56,7 +56,7 @@ class Concatenate:
         raise_all(
             [
                 f"cannot concatenate {input_!r}, which is {specs[input_.name]}, into {self.output!r}: "
-                f"it should be {_resized(first, self.dim, size)}"
+                f"with {self.inputs[0]!r} it should be {_resized(first, self.dim, size)}"
                 for input_, size in zip(self.inputs, self.sizes)
                 if specs[input_.name] != _resized(first, self.dim, size)
             ]

@@ -8,7 +8,8 @@ import attrs
 from torch import Tensor
 
 from .._mapper import Group
-from .._names import Pattern, as_pattern, as_patterns, matches, natural_key, require_same_fields
+from .._name_index import Names
+from .._names import Pattern, as_pattern, as_patterns, matches, require_same_fields
 from .._spec import Region, TensorSpec
 from ._one import bind_one
 
@@ -57,7 +58,7 @@ class Identity:
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         if not self.patterns:
-            return [Group([name], [name], self) for name in sorted(names, key=natural_key)]
+            return [Group([name], [name], self) for name in Names.of(names)]
         taken = dict.fromkeys(
             pattern.fill(values).name for pattern in self.patterns for values in matches([pattern], names)
         )

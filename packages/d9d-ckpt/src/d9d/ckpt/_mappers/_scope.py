@@ -8,9 +8,9 @@ from typing import TypeVar
 import attrs
 from torch import Tensor
 
-from .._mapper import Fault, Group, Mapper, bound, by_name
+from .._mapper import Fault, Group, Mapper, bound
 from .._name_index import Names
-from .._names import Pattern, as_pattern, natural_key, require_same_fields
+from .._names import Pattern, as_pattern, require_same_fields
 from .._problems import problems_of, raise_all
 from .._spec import Region, TensorSpec
 from ._chain import Chain, apply_step, infer_step
@@ -77,6 +77,8 @@ def _scoped(group: Group, input_: str, output: str) -> Group:
             if input_ != output:
                 inner.append([_moved(input_ + name, output + name) for name in group.outputs])
             return Group(inputs, outputs, Chain(inner))
+        case Prefix(inner_input, mapper, inner_output):
+            return Group(inputs, outputs, Prefix(input_ + inner_input, mapper, output=output + inner_output))
         case mapper:
             return Group(inputs, outputs, Prefix(input_, mapper, output=output))
 
@@ -148,7 +150,7 @@ class Repeat(Mapper):
         for values in self._values(names):
             input_, output = self.input.fill(values).name, self.output.fill(values).name
             groups += Prefix(input_, self.mapper, output=output).bind(names)
-        return by_name(groups)
+        return groups
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)
@@ -163,6 +165,5 @@ class Repeat(Mapper):
         if self.count is not None:
             (field,) = self.input.fields
             return [{field: str(number)} for number in range(self.count)]
-        there = names.prefixes(self.input.parts[:-1])
-        found = [values for values in map(self.input.match, there) if values is not None]
-        return sorted(found, key=lambda values: [natural_key(value) for value in values.values()])
+        found = map(self.input.match, names.prefixes(self.input.parts[:-1]))
+        return [values for values in found if values is not None]

@@ -57,7 +57,7 @@ class Stack:
         first = specs[self.inputs[0]]
         raise_all(
             [
-                f"cannot stack {name!r}, which is {specs[name]}, on tensors that are {first}"
+                f"cannot stack {name!r}, which is {specs[name]}, on {self.inputs[0]!r}, which is {first}"
                 for name in self.inputs
                 if specs[name] != first
             ]

@@ -118,5 +118,12 @@ def _same(tensor: Tensor, other: Tensor) -> bool:
     """Bit by bit, also where both are NaN."""
     if tensor.data_ptr() == other.data_ptr() and tensor.stride() == other.stride():
         return True
-    bits, others = (each.contiguous().reshape(-1).view(torch.uint8) for each in (tensor, other))
-    return torch.equal(bits, others.to(bits.device))
+    bits = _bits(tensor)
+    return torch.equal(bits, _bits(other).to(bits.device))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    flat = tensor.contiguous().reshape(-1)
+    if flat.stride(0) != 1:  # of a single element
+        flat = flat.clone(memory_format=torch.contiguous_format)
+    return flat.view(torch.uint8)
