@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -52,13 +51,13 @@ def test_every_way_of_reading_ends_on_the_gpu(tmp_path, monkeypatch, piece):
         **{f"e.{i}": torch.randn(33, 20) for i in range(3)},
         "whole": torch.randn(5, 7),
     }
-    save_file(tensors, tmp_path / "model.safetensors")
+    export(tensors, Identity(), tmp_path / "written")
     mapper = Parallel(
         Transpose("a", "at"),
         Cast("big", "half", dtype=torch.bfloat16),
         Stack("e.{i}", "e", count=3, dim=1),
         Identity("b", "f8", "0", "none", "spread"),
-        Apply("whole", "doubled", function=lambda tensor: tensor * 2),
+        Apply(["whole"], ["doubled"], lambda tensor: [tensor * 2], specs=lambda spec: [spec]),
     )
     with torch.no_grad():
         expected = mapper.apply(tensors)
@@ -68,7 +67,7 @@ def test_every_way_of_reading_ends_on_the_gpu(tmp_path, monkeypatch, piece):
     for tensor in state.values():
         tensor.zero_()
     told = []
-    load(open_checkpoint(tmp_path), mapper, state, progress=lambda *args: told.append(args))
+    load(open_checkpoint(tmp_path / "written"), mapper, state, progress=lambda *args: told.append(args))
     for name, tensor in expected.items():
         assert state[name].is_cuda
         assert torch.equal(state[name].cpu().float(), tensor.float()), name
@@ -83,7 +82,9 @@ def test_every_way_of_reading_ends_on_the_gpu(tmp_path, monkeypatch, piece):
     found = open_checkpoint(tmp_path / "exported")
     for name, tensor in expected.items():
         wide = tensor.is_floating_point() and tensor.element_size() > 1
-        assert torch.equal(found.read(Region.whole(name, found[name])), tensor.half() if wide else tensor), name
+        read = found.read(Region.whole(name, found[name]))
+        assert read.dtype == (torch.float16 if wide else tensor.dtype)
+        assert torch.equal(read.float(), (tensor.half() if wide else tensor).float()), name
 
 
 def round_trips(root: Path) -> None:
