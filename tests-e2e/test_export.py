@@ -6,10 +6,12 @@ import pretrain
 import torch
 from torch import Tensor
 
+from d9d.ckpt import JobCheckpoints, Prefix, convert
 from d9d.loop.config import load
 from d9d.mesh import DistContext
 from d9d.mesh.testing import run_world
 from d9d.models import CausalLMContext
+from d9d.models.qwen3_moe import mapper_from_hugging_face
 
 
 def _train_and_score(config: pretrain.PretrainConfig, ids: Tensor) -> list[Tensor]:
@@ -41,3 +43,13 @@ def test_transformers_computes_the_logits_of_the_trained_model(script: Path, tin
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hugging_face-20", dtype="float32")
     with torch.no_grad():
         torch.testing.assert_close(theirs.eval()(ids).logits, logits, rtol=1e-5, atol=1e-5)
+
+    # the same from the last checkpoint of the job, by one process without a trainer
+    exported = tmp_path / "run/hugging_face-20"
+    checkpoint = JobCheckpoints(tmp_path / "run/checkpoints").latest()
+    assert checkpoint is not None
+    assert checkpoint.step == 20
+    mapper = Prefix("model.", mapper_from_hugging_face(config.model).inverse(), output="")
+    convert(checkpoint.source, mapper, tmp_path / "converted", waive=["optimizer.*"], copy_from=exported)
+    found = {path.name: path.read_bytes() for path in (tmp_path / "converted").iterdir()}
+    assert found == {path.name: path.read_bytes() for path in exported.iterdir()}

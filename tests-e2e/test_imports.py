@@ -41,11 +41,11 @@ _THIRD_PARTIES = {
     "mesh": (_CLASSES, True),
     "attn": (_CLASSES, False),
     "moe": (_CLASSES, False),
-    "ckpt": (_CLASSES | {"safetensors"}, False),
+    "ckpt": (_CLASSES, False),
     "parallel": (_CLASSES, True),
-    "models": (_CLASSES | {"safetensors"}, True),
-    "loop": (_CLASSES | {"safetensors"}, True),
-    "loop.config": (_CLASSES | {"safetensors", "cattrs", "cattr", "typing_extensions"}, True),
+    "models": (_CLASSES, True),
+    "loop": (_CLASSES, True),
+    "loop.config": (_CLASSES | {"cattrs", "cattr", "typing_extensions"}, True),
 }
 
 

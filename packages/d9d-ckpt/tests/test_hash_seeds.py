@@ -72,8 +72,8 @@ def check(directory: Path) -> None:
 
 
 def test_export_under_different_hash_seeds(tmp_path):
-    export_with_seeds(tmp_path, seed=1, runs=3)
-    for run in range(3):
+    export_with_seeds(tmp_path, seed=1, runs=20)
+    for run in range(20):
         check(tmp_path / str(run))
 
 

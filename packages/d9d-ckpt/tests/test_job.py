@@ -14,7 +14,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from d9d.ckpt import Identity, JobCheckpoints, Region, TensorSpec, UnknownFormatError, export, open_checkpoint
+from d9d.ckpt import (
+    ChecksumError,
+    Identity,
+    JobCheckpoints,
+    Region,
+    TensorSpec,
+    UnknownFormatError,
+    export,
+    open_checkpoint,
+)
 from d9d.ckpt._files import TensorFileWriter
 from d9d.ckpt._job_read import JobSource
 from d9d.ckpt._manifest import Manifest, Stored
@@ -187,6 +196,46 @@ def test_flipped_bits_are_found_on_loading(tmp_path):
         checkpoint.per_rank()
 
 
+def test_a_chunk_is_compared_once_and_then_read_as_wanted(tmp_path, monkeypatch):
+    values = torch.arange(4000).reshape(40, 100)
+    save(JobCheckpoints(tmp_path), 1, {"w": values})
+    monkeypatch.setattr("d9d.ckpt._hands.PIECE", 3000)
+    read, original = [], os.preadv
+
+    def preadv(descriptor, buffers, offset):
+        read.append(count := original(descriptor, buffers, offset))
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    source = JobCheckpoints(tmp_path).latest().source
+    for wanted, nbytes in (((3, 50, 2, 7), values.nbytes), ((0, 0, 40, 100), values.nbytes), ((8, 1, 2, 9), 2 * 9 * 8)):
+        read.clear()
+        region = Region("w", wanted[:2], wanted[2:])
+        assert torch.equal(source.read(region), values[region.slices])
+        assert sum(read) == nbytes
+        assert max(read) <= 3000, "in pieces"
+
+
+def test_damage_beside_what_is_wanted_is_found(tmp_path):
+    save(JobCheckpoints(tmp_path), 1, {"w": torch.zeros(40, 100)})
+    path = tmp_path / "step-00000001" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    source = JobCheckpoints(tmp_path).latest().source
+    for _ in range(2):
+        with pytest.raises(ChecksumError, match="'w' is damaged"):
+            source.read(Region("w", [0, 0], [1, 1]))
+
+
+def test_names_with_braces_and_progress(tmp_path):
+    save(JobCheckpoints(tmp_path), 1, {"w{0}": torch.ones(3), "}": torch.ones(0)})
+    state, told = {"w{0}": torch.zeros(3), "}": torch.zeros(0)}, []
+    JobCheckpoints(tmp_path).latest().load(state, memory_budget=0, progress=lambda *args: told.append(args))
+    assert state["w{0}"].tolist() == [1, 1, 1]
+    assert (told[0], told[-1]) == ((0, 12), (12, 12))
+
+
 def test_newer_formats_are_neither_read_nor_removed(tmp_path):
     checkpoints = JobCheckpoints(tmp_path)
     save(checkpoints, 1)
@@ -223,7 +272,9 @@ def test_a_chunk_of_another_shape_is_damaged(tmp_path):
     document = json.loads(manifest.read_text())
     document["tensors"]["w"]["shape"] = [3, 1]
     manifest.write_text(json.dumps(document))
-    with pytest.raises(ValueError, match=r"'w' is damaged: .* the shape \[1, 3\]"):
+    with pytest.raises(
+        ValueError, match=r"'w' is damaged: .* has \[1, 3\] float32 under 'shared/w', the manifest \[3, 1\]"
+    ):
         checkpoints.latest().load({"w": torch.zeros(3, 1)})
 
 

@@ -17,7 +17,9 @@ from d9d.ckpt import (
     Source,
     Stack,
     TensorSpec,
+    Tie,
     Unstack,
+    export,
     load,
     open_checkpoint,
 )
@@ -63,6 +65,29 @@ def test_tied_names_may_share_a_tensor():
     assert torch.equal(tensor, source.tensors["embed"])
 
 
+def test_a_tied_head_is_written_once_and_an_untied_one_not_overwritten(tmp_path):  # case 26
+    tied = Parallel(Tie("model.embed.weight", ["embed.weight", "head.weight"]), Rename("model.norm", "norm"))
+    disk = {"model.embed.weight": torch.randn(4, 2), "model.norm": torch.ones(2)}
+    save_file(disk, tmp_path / "model.safetensors")
+    state = {"embed.weight": torch.empty(4, 2), "head.weight": torch.empty(4, 2), "norm": torch.empty(2)}
+    load(open_checkpoint(tmp_path), tied, state)
+    assert torch.equal(state["head.weight"], disk["model.embed.weight"])
+    for number, names in enumerate([["embed.weight", "head.weight", "norm"], ["embed.weight", "norm"]]):
+        out = tmp_path / str(number)
+        export({name: state[name] for name in names}, tied.inverse(), out, max_shard_bytes=16)
+        found = open_checkpoint(out)
+        assert dict(found) == {name: TensorSpec.of(tensor) for name, tensor in disk.items()}
+        assert "head" not in (out / "model.safetensors.index.json").read_text()
+        assert torch.equal(found.read(Region("model.embed.weight", [0, 0], [4, 2])), disk["model.embed.weight"])
+    state["head.weight"] = state["head.weight"] + 1
+    with pytest.raises(ValueError, match="'head.weight' differs from 'embed.weight', to which it is tied"):
+        export(state, tied.inverse(), tmp_path / "untied")
+    assert not (tmp_path / "untied").exists()
+    save_file({**disk, "lm_head.weight": torch.randn(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match="neither used nor waived: 'lm_head.weight'"):
+        load(open_checkpoint(tmp_path), tied, state)
+
+
 def test_a_stage_reads_exactly_its_own(tmp_path):  # case 36
     source = CountingSource({f"layers.{i}": torch.full((2,), float(i)) for i in range(4)})
     target = {name: source[name] for name in source}
@@ -101,7 +126,10 @@ class Sorted:
     def pull(self, want):
         return None
 
-    def apply(self, tensors, *, want=None):
+    def assemble(self, want, parts):
+        raise AssertionError("pull has no answer")
+
+    def apply(self, tensors):
         return {"y": tensors["x"].sort().values}
 
     def inverse(self):
@@ -119,11 +147,11 @@ def test_leaves_that_cannot_be_sliced_take_the_whole_group():
 
 def test_a_leaf_that_makes_the_wrong_shape_is_named():
     class Broken(Sorted):
-        def apply(self, tensors, *, want=None):
-            return {"y": tensors["x"][:1]}  # would broadcast
-
         def pull(self, want):
             return [want.renamed("x")]
+
+        def assemble(self, want, parts):
+            return parts[0][:1]  # would broadcast
 
     with pytest.raises(ValueError, match=r"Broken object .* made \[1\] of"):
         load(CountingSource({"x": torch.ones(3)}), Broken(), {"y": torch.zeros(3)})

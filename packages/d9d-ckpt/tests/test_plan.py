@@ -61,7 +61,6 @@ def test_valid_plan_is_in_natural_order():
         *(f"layers.{i}.up" for i in range(11)),
     ]
     assert planned.outputs == TARGET
-    assert "layers.10.up [12, 3, 4] float32" in str(planned)
 
 
 def test_names_that_do_not_meet_are_all_listed():  # case 28
@@ -108,7 +107,7 @@ def test_shapes_and_dtypes():
         "head": f32(4, 9),
     }
     assert problems(wrong) == (
-        "cannot stack 'layers.2.experts.7.up', which is [3, 5] float32, on tensors that are [3, 4] float32",
+        f"cannot stack 'layers.2.experts.7.up', which is {f32(3, 5)}, on 'layers.2.experts.0.up', which is {f32(3, 4)}",
         "made as [8, 4] bfloat16, but the target has [8, 4] float32: 'embed.weight'",
         "made as [9, 4] float32, but the target has [8, 4] float32: 'head.weight'",
     )

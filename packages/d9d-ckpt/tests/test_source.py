@@ -63,9 +63,18 @@ def test_contradictions_are_listed_in_one_error(tmp_path):  # case 27
     ]
 
 
+def test_numbered_files_are_missed_without_an_index(tmp_path):
+    write_sharded(tmp_path, {"model-00001-of-00003.safetensors": {"a": A}, "x-1-of-1.safetensors": {"b": B}}, None)
+    with pytest.raises(
+        CheckpointError, match=r"of 3 numbered files are absent: \['model-00002-of-00003.safetensors', "
+    ):
+        open_checkpoint(tmp_path)
+    assert list(open_checkpoint(tmp_path / "model-00001-of-00003.safetensors")) == ["a"]
+
+
 def test_index_may_not_leave_its_directory(tmp_path):
     write_sharded(tmp_path, {}, {"a": "../secret.safetensors"})
-    with pytest.raises(CheckpointError, match=r"outside its directory: '\.\./secret"):
+    with pytest.raises(ValueError, match=r"outside the directory is named: '\.\./secret"):
         open_checkpoint(tmp_path)
 
 

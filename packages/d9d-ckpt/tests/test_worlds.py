@@ -1,6 +1,7 @@
 """What needs several ranks: regions of DTensors, sharded loading, export, resharding. One world of four."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from d9d.ckpt import (
     Sequential,
     Stack,
     Transpose,
+    convert,
     export,
     load,
     open_checkpoint,
@@ -211,6 +213,154 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, what):  # case 33
             assert lines == [f"{prefix}[Errno 28] No space left on device"] * 2 + ["job"]
         else:
             assert text.count("'w' is [5] float32 on rank 2, [4] float32 on a lower one") == 2
+
+
+def wide_tensors() -> dict[str, torch.Tensor]:
+    """Large enough for headers to be next to nothing."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = {"model.embed": (64, 48), "lm_head": (48, 64), "few": (64, 32)}
+    shapes |= {f"experts.{e}.{name}": (INNER, 2048) for e in range(EXPERTS) for name in ("gate", "up")}
+    return {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+
+
+WIDE = Parallel(*MAPPER.mappers[:3], Identity("few"))
+
+
+def read_quarters(root: Path) -> list[int]:
+    """Bytes read by this rank: for quarters on the first dim, on the last, on both, and to convert its files."""
+    mesh = init_device_mesh("cpu", (2, 2))
+    counts = []
+    original = os.preadv
+
+    def preadv(descriptor, buffers, offset):
+        counts[-1] += (count := original(descriptor, buffers, offset))
+        return count
+
+    source = open_checkpoint(root / "source")
+    full = WIDE.apply(wide_tensors())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "preadv", preadv)
+        patch.setattr("d9d.ckpt._stream.count_threads", lambda: 1)  # counts are not shared
+        for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(1)], [Shard(0), Shard(1)]):
+            counts.append(0)
+            expected = {name: distribute_tensor(tensor, mesh, placements) for name, tensor in full.items()}
+            state = blank(expected)
+            load(source, WIDE, state)
+            assert_equal_shards(state, expected)
+        counts.append(0)
+        convert(source, WIDE, root / "converted", max_shard_bytes=20_000)
+    return counts
+
+
+def test_four_ranks_read_the_checkpoint_once(tmp_path):
+    (tmp_path / "source").mkdir()
+    save_file(wide_tensors(), tmp_path / "source" / "model.safetensors")
+    total = (tmp_path / "source" / "model.safetensors").stat().st_size
+    for counts in zip(*run_world(4, read_quarters, tmp_path)):
+        assert 0.95 * total < sum(counts) <= 1.05 * total
+    convert(open_checkpoint(tmp_path / "source"), WIDE, tmp_path / "alone", max_shard_bytes=20_000)
+    files = {path.name: path.read_bytes() for path in (tmp_path / "alone").iterdir()}
+    assert len(files) > 4
+    assert {path.name: path.read_bytes() for path in (tmp_path / "converted").iterdir()} == files
+
+
+def failing_convert(root: Path) -> str:
+    if dist.get_rank() == 2:
+        os.preadv = lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
+    try:
+        convert(open_checkpoint(root / "source"), WIDE, root / "out", max_shard_bytes=1)
+    except (OSError, PeerError) as error:
+        return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+def test_a_failed_read_on_one_rank_is_an_error_on_all(tmp_path):
+    (tmp_path / "source").mkdir()
+    save_file(wide_tensors(), tmp_path / "source" / "model.safetensors")
+    first, *_, last = run_world(4, checked_failing_convert, tmp_path)
+    assert "rank 2 failed: ReadError" in first == last
+    assert "Input/output error" in first
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
+def checked_failing_convert(root: Path) -> str:
+    original = os.preadv
+    try:
+        return failing_convert(root)
+    finally:
+        os.preadv = original
+
+
+def exported_owners(root: Path) -> list[str]:
+    """Names of the files that this rank writes, where each rank holds one layer whole and a slice of another."""
+    mesh = init_device_mesh("cpu", (4,))
+    rank = dist.get_rank()
+    state = {f"layers.{rank}": torch.full((8, 4), float(rank))}
+    state["shared"] = distribute_tensor(torch.arange(32.0).reshape(8, 4).T.contiguous(), mesh, [Shard(1)])
+    written = []
+    original = TensorFileWriter.write
+
+    def write(self, name, tensor):
+        written.append(name)
+        return original(self, name, tensor)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFileWriter, "write", write)
+        patch.setattr("d9d.ckpt._export.IN_FLIGHT", 40)  # less than a tensor
+        export(state, Identity(), root / "out", max_shard_bytes=1, dtype=torch.bfloat16)
+    return written
+
+
+def test_files_are_written_where_their_tensors_are(tmp_path):
+    written = run_world(4, exported_owners, tmp_path)
+    assert [names[0] for names in written] == [f"layers.{rank}" for rank in range(4)]
+    assert sum(names.count("shared") for names in written) == 1
+    found = {}
+    for path in (tmp_path / "out").glob("*.safetensors"):
+        found |= load_file(path)
+    assert torch.equal(found["shared"], torch.arange(32).reshape(8, 4).T.bfloat16())
+    assert all(torch.equal(found[f"layers.{rank}"], torch.full((8, 4), rank).bfloat16()) for rank in range(4))
+
+
+def trained_state() -> dict[str, torch.Tensor]:
+    """Parameters of several dtypes with what AdamW has for each."""
+    generator = torch.Generator().manual_seed(2)
+    state = {f"model.{name}": tensor for name, tensor in full_state().items()}
+    for name, tensor in full_state().items():
+        state[f"optimizer.{name}.step"] = torch.tensor(3.0)
+        for key in ("exp_avg", "exp_avg_sq"):
+            state[f"optimizer.{name}.{key}"] = torch.randn(tensor.shape, generator=generator)
+    return state
+
+
+SAVED = (0, 3)  # turns
+
+
+def save_trained(root: Path) -> None:
+    mesh = init_device_mesh("cpu", (2, 2))
+    for turn in SAVED:
+        state = sharded(trained_state(), mesh, turn)
+        JobCheckpoints(root / str(turn)).save(1, state, shared={}, per_rank={})
+
+
+def load_trained(root: Path, shapes: list[tuple[int, int]]) -> None:
+    for shape in shapes:
+        mesh = init_device_mesh("cpu", shape)
+        for saved in SAVED:
+            expected = sharded(trained_state(), mesh, saved + 1)
+            state = blank(expected)
+            JobCheckpoints(root / str(saved)).latest().load(state)
+            assert_equal_shards(state, expected)
+
+
+def test_four_ranks_save_and_two_and_eight_and_one_go_on(tmp_path):  # cases 30, 31, 35
+    run_world(4, save_trained, tmp_path)
+    run_world(2, load_trained, tmp_path, [(1, 2), (2, 1)])
+    run_world(8, load_trained, tmp_path, [(2, 4)])
+    for turn in SAVED:
+        state = blank(trained_state())
+        JobCheckpoints(tmp_path / str(turn)).latest().load(state)
+        assert_equal_shards(state, trained_state())
 
 
 def save_sharded(root: Path, shape: tuple[int, ...], turn: int) -> None:

@@ -186,8 +186,10 @@ def test_a_stage_reads_its_own_tensors_and_the_whole_is_proven(tmp_path, monkeyp
     export(state_of(whole), mapper.inverse(), tmp_path / "exported")
     source = open_checkpoint(tmp_path / "exported")
     target = {name: TensorSpec.of(parameter) for name, parameter in whole.named_parameters()}
-    read, original = [], type(source).read
-    monkeypatch.setattr(type(source), "read", lambda self, region: read.append(region.name) or original(self, region))
+    read, original = [], type(source).extents
+    monkeypatch.setattr(
+        type(source), "extents", lambda self, region: read.append(region.name) or original(self, region)
+    )
     for index in range(3):
         stage = Qwen3MoEForCausalLM(config, StageInfo(index, 3))
         load(source, mapper, state_of(stage), target=target)

@@ -1,7 +1,11 @@
 """Checkpoints as a graph of named tensors: stream, transform, reshard."""
 
 from ._collective import PeerError
+from ._convert import convert
+from ._diff import Difference, TensorDifference, diff
 from ._export import export
+from ._findings import Problem, ProblemKind
+from ._hands import ChecksumError, ReadError
 from ._job import JobCheckpoints
 from ._job_read import JobCheckpoint
 from ._json import JSON
@@ -9,20 +13,36 @@ from ._load import load
 from ._manifest import UnknownFormatError
 from ._mapper import Group, Mapper
 from ._mappers import (
+    Apply,
+    Cast,
     Chunk,
     Concatenate,
+    Constant,
+    Dequantize,
+    Drop,
     Identity,
     Parallel,
     Prefix,
     Rename,
+    Repeat,
+    Reshape,
+    SelectChild,
     Sequential,
+    Shard,
+    Slice,
+    Squeeze,
     Stack,
+    Tie,
     Transpose,
+    Unsqueeze,
     Unstack,
+    Untie,
 )
 from ._plan import Plan, PlanError, plan
+from ._report import Report
 from ._source import CheckpointError, Source, open_checkpoint
 from ._spec import Region, TensorSpec
+from ._verify import verify
 
 __all__ = [  # sorted within groups
     # the state graph
@@ -34,24 +54,49 @@ __all__ = [  # sorted within groups
     "TensorSpec",
     "plan",
     # leaves
+    "Apply",
+    "Cast",
     "Chunk",
     "Concatenate",
+    "Constant",
+    "Dequantize",
+    "Drop",
     "Identity",
     "Rename",
+    "Reshape",
+    "SelectChild",
+    "Slice",
+    "Squeeze",
     "Stack",
+    "Tie",
     "Transpose",
+    "Unsqueeze",
     "Unstack",
+    "Untie",
     # composites
     "Parallel",
     "Prefix",
+    "Repeat",
     "Sequential",
+    "Shard",
     # model checkpoints
     "CheckpointError",
+    "ReadError",
     "Source",
+    "convert",
     "export",
     "load",
     "open_checkpoint",
+    # looking at checkpoints
+    "Difference",
+    "Problem",
+    "ProblemKind",
+    "Report",
+    "TensorDifference",
+    "diff",
+    "verify",
     # job checkpoints
+    "ChecksumError",
     "JSON",
     "JobCheckpoint",
     "JobCheckpoints",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import ExitStack
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -14,36 +14,30 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ._collective import agree, rank_of, size_of, together
-from ._exchange import collect
-from ._files import TensorFileWriter, write_text
+from ._collective import rank_of, size_of, together
+from ._exchange import Collection, collect, held_bytes
+from ._files import write_text
+from ._fill import spec_after
 from ._layout import Layout, gather_layout
 from ._mapper import Group, Mapper
-from ._names import natural_key
-from ._plan import PlanError, trace
+from ._problems import PlanError
 from ._publish import published
+from ._shards import INDEX, MAX_SHARD_BYTES, Shard, ShardFiles, cut_shards, index_of, require_file_names
 from ._spec import Region, TensorSpec
+from ._trace import trace
 
-INDEX = "model.safetensors.index.json"
+IN_FLIGHT = 64 << 20
+"""Bytes that a rank holds for pieces on their way, unless one tensor alone is more."""
 
 
 @attrs.frozen
 class _Output:
-    """A tensor to be written: what it is and what it is made from."""
+    """A tensor to be written: what it is in the file, and what it is made from."""
 
     name: str
     spec: TensorSpec
     group: Group
     needs: Sequence[Region]
-
-
-@attrs.frozen
-class _Shard:
-    """A file, its tensors, and the one rank that writes it."""
-
-    file: str
-    outputs: Sequence[_Output]
-    owner: int
 
 
 @torch.no_grad()
@@ -53,13 +47,15 @@ def export(
     directory: str | PathLike[str],
     *,
     group: ProcessGroup | None = None,
-    max_shard_bytes: int = 5 << 30,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    dtype: torch.dtype | None = None,
     extra_files: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a model as `model.safetensors`, or as several files of that kind and their index. Collective.
 
-    Files are cut by size alone, so they are the same bytes whatever the number of ranks. Each is written by one rank;
-    the others send it their pieces, one tensor at a time. The directory appears when all of it is durable.
+    Files are cut by size alone, so they are the same bytes whatever the number of ranks. Each is written by one rank,
+    of those that have fewest files the one that holds most of it; the others send it their pieces, a few at a time.
+    The directory appears when all of it is durable.
 
     Args:
         state: This rank's tensors or DTensors by name. Ranks may hold different names (stages of a pipeline); a plain
@@ -68,6 +64,7 @@ def export(
         directory: Must not exist. All ranks must see one file system.
         group: The ranks that hold the model; by default all.
         max_shard_bytes: A file ends before the tensor that would make its data larger than this.
+        dtype: What floating tensors of 16 bits or more become; others, and all by default, stay as they are.
         extra_files: Text by file name, written beside the tensors (`config.json`); rank 0's is taken.
 
     Raises:
@@ -77,97 +74,92 @@ def export(
     """
     layout = gather_layout(state, group)
     with together(group):
-        shards = _shards(_outputs(layout, mapper), layout, max_shard_bytes, size_of(group))
+        require_file_names([*(extra_files or {})])
+        outputs = _outputs(layout, mapper, dtype)
+        shards = cut_shards(
+            {name: output.spec for name, output in outputs.items()},
+            max_bytes=max_shard_bytes,
+            ranks=size_of(group),
+            held=lambda name: held_bytes(outputs[name].needs, layout),
+        )
     with published(Path(directory), group) as partial:
-        _write_shards(shards, layout, state, partial, group)
+        with (
+            together(group),
+            ShardFiles(partial, [shard for shard in shards if shard.owner == rank_of(group)]) as files,
+        ):
+            fly = functools.partial(collect, layout=layout, state=state, group=group)
+            _write_shards(shards, outputs, fly, files, rank_of(group))
         with together(group):
             if rank_of(group) == 0:
                 if len(shards) > 1:
-                    write_text(partial / INDEX, _index(shards))
+                    write_text(partial / INDEX, index_of(shards))
                 for name, text in (extra_files or {}).items():
-                    if Path(name).name != name:
-                        raise ValueError(f"an extra file is a name without directories, got {name!r}")
                     write_text(partial / name, text)
 
 
-def _outputs(layout: Layout, mapper: Mapper) -> list[_Output]:
+def _outputs(layout: Layout, mapper: Mapper, dtype: torch.dtype | None) -> dict[str, _Output]:
     groups, specs, problems = trace(layout.specs, mapper)
     if problems:
         raise PlanError(problems)
-    outputs = []
+    outputs = {}
     for group in groups:
         for name in group.outputs:
             spec = specs[name]
             assert spec is not None, "only problems hide specs"
             needs = group.needs(Region.whole(name, spec), layout.specs) if spec.numel else []
-            outputs.append(_Output(name, spec, group, needs))
-    return sorted(outputs, key=lambda output: natural_key(output.name))
-
-
-def _shards(outputs: Iterable[_Output], layout: Layout, max_bytes: int, ranks: int) -> list[_Shard]:
-    """Cuts the outputs into files; each goes to the rank with fewest so far, among those to the one that has most."""
-    runs: list[list[_Output]] = [[]]
-    size = 0
-    for output in outputs:
-        if size + output.spec.nbytes > max_bytes and runs[-1]:
-            runs.append([])
-            size = 0
-        runs[-1].append(output)
-        size += output.spec.nbytes
-    shards: list[_Shard] = []
-    for number, run in enumerate(runs, start=1):
-        held = [0] * ranks
-        for output in run:
-            for region in output.needs:
-                for piece in layout.pieces[region.name]:
-                    part = piece.region.intersect(region)
-                    nbytes = part.numel * layout.specs[region.name].dtype.itemsize if part else 0
-                    for holder in piece.holders:
-                        held[holder] += nbytes
-        owner = min(range(ranks), key=lambda rank: (sum(shard.owner == rank for shard in shards), -held[rank], rank))
-        file = "model.safetensors" if len(runs) == 1 else f"model-{number:05d}-of-{len(runs):05d}.safetensors"
-        shards.append(_Shard(file, run, owner))
-    return shards
+            outputs[name] = _Output(name, spec_after(spec, dtype), group, needs)
+    return outputs
 
 
 def _write_shards(
-    shards: Sequence[_Shard], layout: Layout, state: Mapping[str, Tensor], directory: Path, group: ProcessGroup | None
+    shards: Sequence[Shard],
+    outputs: Mapping[str, _Output],
+    fly: Callable[[Sequence[Region], int], Collection],
+    files: ShardFiles,
+    rank: int,
 ) -> None:
-    """Writes all files at the same time, tensor by tensor, in one order on all ranks."""
-    rank = rank_of(group)
-    with ExitStack() as files:
-        with together(group):
-            writers = {
-                shard.file: files.enter_context(
-                    TensorFileWriter(directory / shard.file, {output.name: output.spec for output in shard.outputs})
-                )
-                for shard in shards
-                if shard.owner == rank
-            }
-        failure: Exception | None = None
-        turns = itertools.zip_longest(*([(shard, output) for output in shard.outputs] for shard in shards))
-        for shard, output in filter(None, itertools.chain.from_iterable(turns)):
-            inputs = collect(output.needs, layout, state, shard.owner, group)
-            if shard.owner != rank or failure is not None:
-                continue
-            try:
-                writers[shard.file].write(output.name, _make(output, inputs))
-            except Exception as error:  # noqa: BLE001  # others count on this rank to go on sending and receiving
-                failure = error
-        agree(failure, group)
-        with together(group):
-            files.close()  # makes the files durable
+    """Writes all files at the same time, tensor by tensor, in one order on all ranks.
+
+    Args:
+        shards: All files.
+        outputs: Their tensors.
+        fly: Starts to collect regions on a rank.
+        files: Those of this rank.
+        rank: This one.
+    """
+    failure: Exception | None = None
+    flying: deque[tuple[int, _Output, Collection]] = deque()
+
+    def land() -> None:
+        """Ends the oldest collection, and writes it where it is ours."""
+        nonlocal failure
+        owner, output, collection = flying.popleft()
+        inputs = collection.wait()
+        if owner != rank or failure is not None:
+            return
+        try:
+            files.write(output.name, _make(output, inputs))
+        except Exception as error:  # noqa: BLE001  # others count on this rank to go on sending and receiving
+            failure = error
+
+    for owner, name in _turns(shards):
+        # what the oldest waits for, others have started or come to next: no two wait for each other
+        while sum(collection.nbytes for _, _, collection in flying) > IN_FLIGHT:
+            land()
+        flying.append((owner, outputs[name], fly(outputs[name].needs, owner)))
+    while flying:
+        land()
+    if failure is not None:
+        raise failure
 
 
-def _make(output: _Output, inputs: Mapping[str, Tensor]) -> Tensor:
+def _turns(shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:
+    """Owners and names: of each file the first tensor, then of each the second ..., so that all owners have work."""
+    for turn in itertools.zip_longest(*([(shard.owner, name) for name in shard.specs] for shard in shards)):
+        yield from filter(None, turn)
+
+
+def _make(output: _Output, inputs: Mapping[Region, Tensor]) -> Tensor:
     if not output.spec.numel:
         return torch.empty(output.spec.shape, dtype=output.spec.dtype)
-    return output.group.make(Region.whole(output.name, output.spec), inputs)
-
-
-def _index(shards: Sequence[_Shard]) -> str:
-    index = {
-        "metadata": {"total_size": sum(output.spec.nbytes for shard in shards for output in shard.outputs)},
-        "weight_map": {output.name: shard.file for shard in shards for output in shard.outputs},
-    }
-    return json.dumps(index, indent=2) + "\n"
+    return output.group.make(Region.whole(output.name, output.spec), inputs).to(output.spec.dtype)

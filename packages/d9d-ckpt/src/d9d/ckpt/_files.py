@@ -1,8 +1,7 @@
-"""Safetensors files: headers and mapped tensors on reading, streamed tensors on writing."""
+"""Writing safetensors files, tensor by tensor, and making files durable."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import zlib
@@ -11,63 +10,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from ._dtypes import DTYPE_NAMES
+from ._hands import memory_of
 from ._spec import TensorSpec
-
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "F32": torch.float32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
-"""The format's names of dtypes."""
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-class TensorFile:
-    """A safetensors file that is open for reading.
-
-    Raises:
-        FileNotFoundError: There is no such file.
-        ValueError: It is no safetensors file, or holds a dtype that torch lacks.
-    """
-
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        try:
-            file: Any = safe_open(path, framework="pt")  # half annotated
-        except SafetensorError as error:
-            raise ValueError(f"{str(path)!r} is not a whole safetensors file: {error}") from error
-        self._file = file
-        self.specs = {name: self._spec(name) for name in file.keys()}  # noqa: SIM118  # no mapping
-
-    def _spec(self, name: str) -> TensorSpec:
-        header = self._file.get_slice(name)
-        dtype = header.get_dtype()
-        if dtype not in DTYPES:
-            raise ValueError(f"{name!r} in {str(self.path)!r} has the dtype {dtype!r}, which torch cannot hold")
-        return TensorSpec(header.get_shape(), DTYPES[dtype])
-
-    def tensor(self, name: str) -> Tensor:
-        """The tensor, mapped: what is not looked at is not read. Not to be written to."""
-        tensor: Tensor = self._file.get_tensor(name)
-        return tensor
 
 
 class TensorFileWriter:
@@ -118,7 +65,7 @@ class TensorFileWriter:
             raise ValueError(f"{name!r} should be {self.specs[name]}, got {TensorSpec.of(tensor)}")
         # conjugates and negatives may be flags on the memory of others
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        view = raw_bytes(tensor)
+        view = memory_of(tensor)
         self._file.seek(self._base + self._starts[name])
         self._write_all(view)
         self._left.discard(name)
@@ -144,14 +91,6 @@ class TensorFileWriter:
                 os.fsync(self._file.fileno())
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The memory of a contiguous CPU tensor, which must outlive the view."""
-    if not tensor.numel():
-        return memoryview(b"")
-    size = tensor.numel() * tensor.element_size()
-    return memoryview((ctypes.c_ubyte * size).from_address(tensor.data_ptr())).cast("B")
-
-
 def write_text(path: Path, text: str) -> None:
     """Writes a new file and makes it durable."""
     with path.open("x", encoding="utf-8", newline="") as file:
@@ -160,10 +99,15 @@ def write_text(path: Path, text: str) -> None:
         os.fsync(file.fileno())
 
 
-def sync_directory(path: Path) -> None:
-    """Makes the names in a directory durable."""
+def sync_file(path: Path) -> None:
+    """Makes a file durable."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Makes the names in a directory durable."""
+    sync_file(path)

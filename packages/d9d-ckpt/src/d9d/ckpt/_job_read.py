@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,26 +10,31 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._collective import all_gather, rank_of, size_of, together
-from ._files import TensorFile, raw_bytes
+from ._extent import Block, Check, Extent
+from ._fill import Target
+from ._header import Header, read_header
 from ._json import JSON
+from ._load import fill_targets
 from ._local import local_part
 from ._manifest import Manifest, Stored
-from ._names import quote_with_nearest
-from ._source import Source
+from ._names import natural_key, quote_with_nearest
+from ._source import Source, read_extents
 from ._spec import Region, TensorSpec
+from ._stream import MEMORY_BUDGET, Progress
 
 
 class JobSource(Source):
-    """The tensors of a job checkpoint, assembled from the chunks that ranks wrote.
+    """The tensors of a job checkpoint, put together from the chunks that ranks wrote.
 
-    A chunk is read whole, once, when any of it is asked for, to compare its checksum.
+    The first time that any of a chunk is read, all of it is, in small pieces, to compare its checksum: nothing comes
+    out of a chunk that is not as it was written. From then on exactly what is wanted is read.
     """
 
     def __init__(self, directory: Path, manifest: Manifest) -> None:
         self._directory = directory
         self._manifest = manifest
-        self._files: dict[str, TensorFile] = {}
-        self._verified: set[tuple[str, str]] = set()
+        self._headers: dict[str, Header] = {}
+        self._blocks: dict[tuple[str, str], Block] = {}
 
     def __getitem__(self, name: str) -> TensorSpec:
         return self._manifest.specs[name]
@@ -41,34 +45,60 @@ class JobSource(Source):
     def __len__(self) -> int:
         return len(self._manifest.specs)
 
-    def read(self, region: Region) -> Tensor:
-        """The region, assembled from chunks.
+    def file(self, name: str) -> str:
+        return ", ".join(sorted({stored.file for stored in self._manifest.stored[name]}, key=natural_key))
+
+    def extents(self, region: Region) -> Sequence[Extent]:
+        """As in `Source`.
 
         Raises:
-            ValueError: A chunk differs from its checksum or from the manifest.
+            ValueError: A chunk is not what the manifest says.
         """
-        values = torch.empty(region.shape, dtype=self[region.name].dtype)
+        found = []
         for stored in self._manifest.stored[region.name]:
             part = stored.region.intersect(region)
             if part is not None:
-                values[part.within(region)] = self.chunk(stored)[part.within(stored.region)]
-        return values
+                block = self._block(stored, self[region.name].dtype)
+                inner = tuple(start - base for start, base in zip(part.offset, stored.region.offset))
+                found.append(Extent(block, Region(region.name, inner, part.shape), part.within(region)))
+        return found
 
-    def chunk(self, stored: Stored) -> Tensor:
-        """A stored chunk, mapped, after a look at its checksum."""
-        if stored.file not in self._files:
-            self._files[stored.file] = TensorFile(self._directory / stored.file)
-        tensor = self._files[stored.file].tensor(stored.key)
-        if (stored.file, stored.key) not in self._verified:
-            found = zlib.crc32(raw_bytes(tensor))
-            if found != stored.crc32 or tensor.shape != stored.region.shape:
+    def read(self, region: Region) -> Tensor:
+        """The region, put together from chunks.
+
+        Raises:
+            ValueError: A chunk differs from its checksum or from the manifest.
+            ReadError: A file cannot be read.
+        """
+        return read_extents(region, self[region.name].dtype, self.extents(region))
+
+    def chunk(self, name: str, stored: Stored) -> Tensor:
+        """A stored chunk of any dtype, compared with its checksum."""
+        block = self._block(stored, None)
+        whole = Region.whole(name, block.spec)
+        return read_extents(whole, block.spec.dtype, [Extent(block, whole, whole.slices)])
+
+    def _block(self, stored: Stored, dtype: torch.dtype | None) -> Block:
+        key = stored.file, stored.key
+        if key not in self._blocks:
+            if stored.file not in self._headers:
+                self._headers[stored.file] = read_header(self._directory / stored.file)
+            header = self._headers[stored.file]
+            entry = header.entries.get(stored.key)
+            expected = f"{list(stored.region.shape)}" if dtype is None else TensorSpec(stored.region.shape, dtype)
+            if (
+                entry is None
+                or entry.spec.shape != stored.region.shape
+                or entry.spec.dtype != (dtype or entry.spec.dtype)
+            ):
                 raise ValueError(
-                    f"{stored.region.name!r} is damaged: its data in {str(self._directory / stored.file)!r} "
-                    f"has the checksum {found:#010x} and the shape {list(tensor.shape)}, not {stored.crc32:#010x} and "
-                    f"{list(stored.region.shape)}; remove this checkpoint to go on from an earlier one"
+                    f"{stored.region.name!r} is damaged: {str(self._directory / stored.file)!r} has "
+                    f"{'nothing' if entry is None else entry.spec} under {stored.key!r}, the manifest {expected}; "
+                    "remove this checkpoint to go on from an earlier one"
                 )
-            self._verified.add((stored.file, stored.key))
-        return tensor
+            path = self._directory / stored.file
+            self._blocks[key] = Block(path, header.nbytes, entry.start, entry.spec, Check(stored.crc32))
+        return self._blocks[key]
 
 
 class JobCheckpoint:
@@ -104,23 +134,36 @@ class JobCheckpoint:
         return self._source
 
     @torch.no_grad()
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
+    def load(
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        memory_budget: int = MEMORY_BUDGET,
+        progress: Progress | None = None,
+    ) -> None:
         """Fills tensors or DTensors in place, whatever layout they were saved in. Collective.
 
         The names of all ranks together must be those that were saved: nothing is left out on either side.
 
+        Args:
+            tensors: This rank's, by global name.
+            memory_budget: Bytes of buffers at once; see `load`.
+            progress: Called with the bytes that this rank has got so far, and in all.
+
         Raises:
             ValueError: Names, shapes or dtypes differ (all are listed, nothing is written), or a chunk is damaged.
+            ReadError: A file cannot be read.
             PeerError: Another rank failed.
         """
         asked = set[str]().union(*all_gather(list(tensors), self._group))
         with together(self._group):
             self._check(tensors, asked)
         with together(self._group):
+            jobs: list[tuple[None, Target]] = []
             for name, tensor in tensors.items():
                 local, region = local_part(name, tensor)
-                if region.numel:
-                    local.copy_(self._source.read(region))
+                jobs.append((None, Target(region, local.dtype, local)))
+            fill_targets(self._source, jobs, memory_budget=memory_budget, progress=progress)
 
     def per_rank(self) -> dict[str, Tensor | JSON] | None:
         """What this rank gave as its own; None when another number of ranks saved it, as there is no such rank then.
@@ -131,7 +174,7 @@ class JobCheckpoint:
         if len(self._manifest.ranks) != size_of(self._group):
             return None
         own = self._manifest.ranks[rank_of(self._group)]
-        return {**{name: self._source.chunk(stored).clone() for name, stored in own.tensors.items()}, **own.values}
+        return {**{name: self._source.chunk(name, stored) for name, stored in own.tensors.items()}, **own.values}
 
     def _check(self, tensors: Mapping[str, Tensor], asked: set[str]) -> None:
         missing, extra = asked - self._source.keys(), self._source.keys() - asked

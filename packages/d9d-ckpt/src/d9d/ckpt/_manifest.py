@@ -9,8 +9,11 @@ from typing import Any
 
 import attrs
 
-from ._files import DTYPE_NAMES, DTYPES
+from ._dtypes import DTYPE_NAMES, DTYPES
+from ._findings import Problem, ProblemKind
+from ._index import fault_of_file_name
 from ._json import JSON
+from ._parse_json import is_text, parse_json, repeated
 from ._spec import Region, TensorSpec
 
 MANIFEST = "manifest.json"
@@ -86,28 +89,40 @@ class Manifest:
             ValueError, OSError: The checkpoint is broken.
             UnknownFormatError: It is of a version that this code does not know.
         """
-        try:
-            document = json.loads((directory / MANIFEST).read_text(encoding="utf-8"))
-            manifest = cls._parse(document)
-        except (LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"the manifest is damaged: {error!r}") from error
-        _check_coverage(manifest)
+        manifest = parse_manifest((directory / MANIFEST).read_bytes())
+        for name, spec in manifest.specs.items():
+            fault = fault_of_coverage(spec, [stored.region for stored in manifest.stored[name]])
+            if fault is not None:
+                raise ValueError(f"the manifest is damaged: the chunks of {name!r} {fault.text}")
         for rank in manifest.ranks:
             found = (directory / rank.file).stat().st_size
             if found != rank.nbytes:
                 raise ValueError(f"{rank.file!r} should have {rank.nbytes} bytes, has {found}")
         return manifest
 
-    @classmethod
-    def _parse(cls, document: Any) -> Manifest:
+
+class UnknownFormatError(RuntimeError):
+    """A checkpoint was written in a version of the format that is not known here."""
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """A manifest from JSON, every value of its type.
+
+    Raises:
+        ValueError: It is damaged.
+        UnknownFormatError: It is of a version that this code does not know.
+    """
+    try:
+        document = parse_json(data, allow_nan=True)  # state may hold any float
         found = {key: document[key] for key in FORMAT}
         if found != FORMAT:
             raise UnknownFormatError(f"a checkpoint is {found}, this code reads {FORMAT}")
-        return cls(
-            step=document["step"],
-            shared=document["shared"],
+        return Manifest(
+            step=_number(document["step"]),
+            shared=_mapping(document["shared"]),
             specs={
-                name: TensorSpec(entry["shape"], DTYPES[entry["dtype"]]) for name, entry in document["tensors"].items()
+                name: TensorSpec(_numbers(entry["shape"]), DTYPES[entry["dtype"]])
+                for name, entry in _mapping(document["tensors"]).items()
             },
             stored={
                 name: [_stored_from_json(name, chunk) for chunk in entry["chunks"]]
@@ -115,31 +130,64 @@ class Manifest:
             },
             ranks=[
                 RankPart(
-                    file=rank["file"],
-                    nbytes=rank["bytes"],
-                    tensors={name: _stored_from_json(name, chunk) for name, chunk in rank["tensors"].items()},
-                    values=rank["values"],
+                    file=_file(rank["file"]),
+                    nbytes=_number(rank["bytes"]),
+                    tensors={name: _stored_from_json(name, chunk) for name, chunk in _mapping(rank["tensors"]).items()},
+                    values=_mapping(rank["values"]),
                 )
                 for rank in document["ranks"]
             ],
         )
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        reason = str(error) if type(error) is ValueError else repr(error)
+        raise ValueError(f"the manifest is damaged: {reason}") from error
 
 
-class UnknownFormatError(RuntimeError):
-    """A checkpoint was written in a version of the format that is not known here."""
+def fault_of_coverage(spec: TensorSpec, chunks: Sequence[Region]) -> Problem | None:
+    """How chunks fail to be all of a tensor; that some overlap is seen only if they are too many together."""
+    if any(len(chunk.shape) != len(spec.shape) or len(chunk.offset) != len(spec.shape) for chunk in chunks):
+        return Problem(ProblemKind.WRONG_SIZE, f"have other dims than {spec}")
+    beyond = any(
+        start + length > size
+        for chunk in chunks
+        for start, length, size in zip(chunk.offset, chunk.shape, spec.shape, strict=True)
+    )
+    if beyond:
+        return Problem(ProblemKind.OUT_OF_RANGE, f"are not all of {spec}: some lie beyond it")
+    held = sum(chunk.numel for chunk in chunks)
+    if held != spec.numel:
+        kind = ProblemKind.HOLE if held < spec.numel else ProblemKind.OVERLAPPING
+        return Problem(kind, f"are not all of {spec}: they have {held} of {spec.numel} elements")
+    return None
 
 
-def _check_coverage(manifest: Manifest) -> None:
-    """Raises a ValueError if chunks leave a part of a tensor out, or lie beyond it."""
-    for name, spec in manifest.specs.items():
-        chunks = [stored.region for stored in manifest.stored[name]]
-        beyond = any(
-            start < 0 or start + length > size
-            for chunk in chunks
-            for start, length, size in zip(chunk.offset, chunk.shape, spec.shape, strict=True)
-        )
-        if beyond or sum(chunk.numel for chunk in chunks) != spec.numel:
-            raise ValueError(f"the manifest is damaged: the chunks of {name!r} are not all of {spec}")
+def _number(value: Any) -> int:
+    if type(value) is not int or not 0 <= value < 2**63:  # type(), as True is an int
+        raise ValueError(f"a whole number from 0 on is needed, got {value!r}")
+    return value
+
+
+def _numbers(values: Any) -> list[int]:
+    return [_number(value) for value in values]
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict) or repeated(value):
+        raise ValueError(f"an object without repeated keys is needed, got {repeated(value) or type(value).__name__}")
+    return value
+
+
+def _file(name: Any) -> str:
+    fault = fault_of_file_name(name)
+    if fault is not None:
+        raise ValueError(fault.text)
+    return str(name)
+
+
+def _text(value: Any) -> str:
+    if not is_text(value):
+        raise ValueError(f"a string is needed, got {value!r}")
+    return str(value)
 
 
 def _stored_to_json(stored: Stored) -> dict[str, Any]:
@@ -153,4 +201,5 @@ def _stored_to_json(stored: Stored) -> dict[str, Any]:
 
 
 def _stored_from_json(name: str, chunk: Mapping[str, Any]) -> Stored:
-    return Stored(Region(name, chunk["offset"], chunk["shape"]), chunk["file"], chunk["key"], chunk["crc32"])
+    region = Region(name, _numbers(chunk["offset"]), _numbers(chunk["shape"]))
+    return Stored(region, _file(chunk["file"]), _text(chunk["key"]), _number(chunk["crc32"]))

@@ -9,6 +9,7 @@ import attrs
 from torch import Tensor
 
 from ._names import natural_key
+from ._problems import problems_of
 from ._spec import Region, TensorSpec
 
 
@@ -17,6 +18,9 @@ class Mapper(Protocol):
 
     `bind` turns it into groups for the names at hand. The other methods see one group: they are called on the
     `mapper` of a group, with that group's tensors only.
+
+    A leaf of your own may inherit from this class or not. If it does, `pull` and `assemble` are given: it takes its
+    inputs whole.
     """
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
@@ -36,25 +40,30 @@ class Mapper(Protocol):
         ...
 
     def pull(self, want: Region) -> Sequence[Region] | None:
-        """The regions of inputs, at most one of an input, from which the non-empty region `want` can be made.
+        """The regions of inputs from which the non-empty region `want` of an output is made, in an order of its own.
 
         None where that is not known without the whole group.
         """
-        ...
+        del want
+        return None
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        """The group's outputs, from whole inputs. They may share memory with the inputs.
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        """`want`, from the regions that `pull(want)` named, in that order. It may share memory with them.
 
-        With `want`, `tensors` hold the regions that `pull(want)` named, in its order, and the result is that region
-        alone, under its name.
+        Not called where `pull` returns None.
         """
+        del parts
+        raise TypeError(f"{self!r} cannot make {want} of slices")
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """The group's outputs, from whole inputs. They may share memory with the inputs."""
         ...
 
     def inverse(self) -> Mapper:
         """The mapper that undoes this one.
 
         Raises:
-            ValueError: There is none.
+            ValueError: There is none; the message has the mapper's repr.
         """
         ...
 
@@ -73,25 +82,70 @@ class Group:
     """What transforms exactly this group: a leaf with plain names, or a composite of such."""
 
     def needs(self, want: Region, specs: Mapping[str, TensorSpec]) -> Sequence[Region]:
-        """The regions of inputs, whose specs are `specs`, that `make` wants in order to make `want`."""
-        pulled = self.mapper.pull(want)
-        return [Region.whole(name, specs[name]) for name in self.inputs] if pulled is None else pulled
+        """The different regions of inputs, whose specs are `specs`, that `make` wants in order to make `want`.
 
-    def make(self, want: Region, tensors: Mapping[str, Tensor]) -> Tensor:
+        Several of them may be of one input, where a chain of mappers takes it apart and puts it together otherwise.
+        """
+        pulled = self.mapper.pull(want)
+        if pulled is None:
+            return [Region.whole(name, specs[name]) for name in self.inputs]
+        return list(dict.fromkeys(pulled))
+
+    def make(self, want: Region, tensors: Mapping[Region, Tensor]) -> Tensor:
         """The region `want` of an output, from the regions that it `needs`.
 
         Raises:
             ValueError: The mapper returned another shape than it was asked for.
         """
-        if self.mapper.pull(want) is None:
-            made = self.mapper.apply(tensors)[want.name][want.slices]
+        pulled = self.mapper.pull(want)
+        if pulled is None:
+            whole = {region.name: tensor for region, tensor in tensors.items()}
+            made = self.mapper.apply({name: whole[name] for name in self.inputs})[want.name][want.slices]
         else:
-            made = self.mapper.apply(tensors, want=want)[want.name]
+            made = self.mapper.assemble(want, [tensors[region] for region in pulled])
         if made.shape != want.shape:
             raise ValueError(f"{self.mapper!r} made {list(made.shape)} of {want}")
         return made
 
 
+@attrs.frozen
+class Fault:
+    """Takes the place of a mapper that cannot be bound, so that what is wrong with others is seen too."""
+
+    problem: str
+
+    def bind(self, names: Collection[str]) -> Sequence[Group]:
+        del names
+        return [Group((), (), self)]
+
+    def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
+        del specs
+        raise ValueError(self.problem)
+
+    def pull(self, want: Region) -> Sequence[Region] | None:
+        del want
+        raise ValueError(self.problem)
+
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want, parts
+        raise ValueError(self.problem)
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        del tensors
+        raise ValueError(self.problem)
+
+    def inverse(self) -> Mapper:
+        raise ValueError(self.problem)
+
+
+def bound(mapper: Mapper, names: Collection[str]) -> Sequence[Group]:
+    """The groups of `mapper`; where it cannot be bound, one that says why."""
+    try:
+        return mapper.bind(names)
+    except ValueError as error:
+        return [Group((), (), Fault(problem)) for problem in problems_of(error)]
+
+
 def by_name(groups: Iterable[Group]) -> list[Group]:
     """The groups in natural order of their first output, or input where they have none."""
-    return sorted(groups, key=lambda group: natural_key((*group.outputs, *group.inputs)[0]))
+    return sorted(groups, key=lambda group: natural_key(next(iter((*group.outputs, *group.inputs)), "")))

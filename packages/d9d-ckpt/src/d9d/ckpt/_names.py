@@ -2,64 +2,105 @@
 
 from __future__ import annotations
 
-import difflib
+import functools
 import re
 import string
 from collections.abc import Collection, Iterable, Mapping
 
 import attrs
 
+from ._name_index import Names
+from ._natural import natural_key
+from ._nearest import Nearest
 
-def natural_key(name: str) -> tuple[list[tuple[str, int]], str]:
-    """Sorts digits by value: `layers.2` before `layers.10`."""
-    return [(text, int(digits or -1)) for text, digits in re.findall(r"([^0-9]*)([0-9]*)", name)], name
+__all__ = [
+    "Pattern",
+    "as_pattern",
+    "as_patterns",
+    "matches",
+    "natural_key",
+    "quote_with_nearest",
+    "require_same_fields",
+]
+
+_QUOTED_WITH_NEAREST = 30
+"""Names that are told their nearest: a wrong prefix on all of 100,000 needs no more, and would take minutes."""
 
 
 def quote_with_nearest(names: Iterable[str], candidates: Collection[str]) -> list[str]:
-    """The names, quoted, in natural order, each with a remark that says which candidate is most like it, if any is.
-
-    Looks for the first names only where there are many of both: a wrong prefix on all names would take hours.
-    """
-    comparisons = 20_000
+    """The names, quoted, in natural order, the first ones with a remark that says which candidate is most like it."""
+    ordered = sorted(names, key=natural_key)
+    lookups = min(len(ordered), _QUOTED_WITH_NEAREST)
+    nearest = Nearest(candidates, lookups=lookups) if lookups else None
     quoted = []
-    for name in sorted(names, key=natural_key):
-        comparisons -= len(candidates)
-        found = difflib.get_close_matches(name, candidates, n=1) if comparisons > 0 else []
-        quoted.append(f"{name!r} (nearest: {found[0]!r})" if found else repr(name))
+    for number, name in enumerate(ordered):
+        found = nearest.find(name) if nearest is not None and number < lookups else None
+        quoted.append(repr(name) if found is None else f"{name!r} (nearest: {found!r})")
     return quoted
+
+
+_NO_FIELDS = frozenset[str]()
 
 
 @attrs.frozen(repr=False)
 class Pattern:
-    """A name in which `{field}` stands for one part between dots, such as `layers.{layer}.weight`."""
+    """A name in which `{field}` stands for one part between dots, such as `layers.{layer}.weight`.
+
+    A field may also be a piece of a part (`w_{i}`), and never holds a dot. A brace that is meant is doubled.
+    """
 
     text: str
     fields: frozenset[str] = attrs.field(init=False, eq=False)
-    _regex: re.Pattern[str] | None = attrs.field(init=False, eq=False)
 
     def __attrs_post_init__(self) -> None:
-        regex, fields = "", set[str]()
-        for literal, field, spec, conversion in string.Formatter().parse(self.text):
+        plain = "{" not in self.text and "}" not in self.text
+        fields = _NO_FIELDS if plain else frozenset(field for _, field in _parse(self.text) if field is not None)
+        object.__setattr__(self, "fields", fields)
+
+    @classmethod
+    def literal(cls, name: str) -> Pattern:
+        """The pattern that is one name, whatever is in it."""
+        return cls(_escape(name))
+
+    @functools.cached_property
+    def _regex(self) -> re.Pattern[str]:
+        regex, seen = "", set[str]()
+        for literal, field in _parse(self.text):
             regex += re.escape(literal)
-            if field is None:
-                continue
-            if not field.isidentifier() or spec or conversion:
-                raise ValueError(f"a field of a pattern is a bare identifier like {{layer}}, not so in {self.text!r}")
-            regex += f"(?P={field})" if field in fields else f"(?P<{field}>[^.]+)"
-            fields.add(field)
-        object.__setattr__(self, "fields", frozenset(fields))
-        object.__setattr__(self, "_regex", re.compile(regex) if fields else None)
+            if field is not None:
+                regex += f"(?P={field})" if field in seen else f"(?P<{field}>[^.]+)"
+                seen.add(field)
+        return re.compile(regex)
+
+    @functools.cached_property
+    def _has_no_brace(self) -> bool:
+        return "{{" not in self.text and "}}" not in self.text
+
+    @functools.cached_property
+    def parts(self) -> tuple[str | None, ...]:
+        """What is between the dots; None where a field is in it."""
+        parts = map(Pattern, self.text.split("."))
+        return tuple(None if part.fields else part.name for part in parts)
 
     def match(self, name: str) -> dict[str, str] | None:
         """Values of the fields with which the pattern is `name`."""
-        if self._regex is None:
-            return {} if name == self.text else None
+        if not self.fields:
+            return {} if name == self.name else None
         found = self._regex.fullmatch(name)
         return None if found is None else found.groupdict()
 
     def fill(self, values: Mapping[str, str]) -> Pattern:
         """The pattern with some fields filled in; the others stay."""
-        return Pattern(self.text.format_map({field: values.get(field, f"{{{field}}}") for field in self.fields}))
+        if not self.fields:
+            return self
+        if self._has_no_brace and values.keys() >= self.fields:  # in C: this runs for each group of each leaf
+            return Pattern(_escape(self.text.format_map(values)))
+        text = ""
+        for literal, field in _parse(self.text):
+            text += _escape(literal)
+            if field is not None:
+                text += _escape(values[field]) if field in values else f"{{{field}}}"
+        return Pattern(text)
 
     @property
     def name(self) -> str:
@@ -70,10 +111,31 @@ class Pattern:
         """
         if self.fields:
             raise ValueError(f"{self.text!r} has fields: bind the mapper to names first")
-        return self.text
+        return self.text.replace("{{", "{").replace("}}", "}") if "{" in self.text or "}" in self.text else self.text
 
     def __repr__(self) -> str:
         return repr(self.text)
+
+
+@functools.lru_cache(maxsize=4096)
+def _parse(text: str) -> tuple[tuple[str, str | None], ...]:
+    """Literal text and the field after it, alternating.
+
+    Raises:
+        ValueError: The text is no pattern.
+    """
+    try:
+        parsed = list(string.Formatter().parse(text))
+    except ValueError as error:
+        raise ValueError(f"{text!r} is no pattern: {error} (a brace that is meant is doubled)") from error
+    for _, field, spec, conversion in parsed:
+        if field is not None and (not field.isidentifier() or spec or conversion):
+            raise ValueError(f"a field of a pattern is a bare identifier like {{layer}}, not so in {text!r}")
+    return tuple((literal, field) for literal, field, _, _ in parsed)
+
+
+def _escape(text: str) -> str:
+    return text.replace("{", "{{").replace("}", "}}") if "{" in text or "}" in text else text
 
 
 def as_pattern(text: str | Pattern) -> Pattern:
@@ -81,24 +143,40 @@ def as_pattern(text: str | Pattern) -> Pattern:
     return text if isinstance(text, Pattern) else Pattern(text)
 
 
+def as_patterns(texts: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
+    """Converter for fields of leaves that have several names.
+
+    Raises:
+        TypeError: It is one text, whose letters would be taken for names.
+    """
+    if isinstance(texts, str):
+        raise TypeError(f"several names are a list, got the text {texts!r}")
+    return tuple(map(as_pattern, texts))
+
+
 def require_same_fields(*patterns: Pattern) -> None:
     """Raises a ValueError unless all patterns have the same fields."""
-    if any(pattern.fields != patterns[0].fields for pattern in patterns):
-        raise ValueError(f"all names must have the same fields, not so in {', '.join(map(repr, patterns))}")
+    for pattern in patterns:
+        if pattern.fields != patterns[0].fields:
+            raise ValueError(f"all names must have the same fields, not so in {', '.join(map(repr, patterns))}")
 
 
 def matches(patterns: Iterable[Pattern], names: Collection[str], *, without: str | None = None) -> list[dict[str, str]]:
-    """Every assignment of fields by which a pattern is one of `names`, in natural order.
+    """Every assignment of fields by which a pattern is one of `names`, in an order that depends on the names alone.
 
     The field `without` is left out of the assignments. Patterns without any other field give the one empty assignment,
     whether the name exists or not.
     """
-    found: dict[tuple[tuple[str, str], ...], None] = {}
+    index = Names.of(names)
+    found: dict[tuple[str, ...], dict[str, str]] = {}
     for pattern in patterns:
         if pattern.fields <= {without}:
             return [{}]
-        for name in names:
+        order = sorted(pattern.fields - {without})
+        for name in index.candidates(pattern.parts):
             values = pattern.match(name)
             if values is not None:
-                found[tuple(sorted((field, value) for field, value in values.items() if field != without))] = None
-    return [dict(items) for items in sorted(found, key=lambda items: [natural_key(value) for _, value in items])]
+                key = tuple([values[field] for field in order])
+                if key not in found:
+                    found[key] = {field: values[field] for field in order}
+    return list(found.values())

@@ -2,121 +2,173 @@
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from os import PathLike
 from pathlib import Path
 
+import attrs
+import torch
 from torch import Tensor
 
-from ._files import TensorFile
+from ._cross_check import absent_files, contradictions, duplicates, gaps_in_numbers
+from ._extent import Block, Extent
+from ._findings import Problem
+from ._hands import Fill
+from ._header import Header, read_header
+from ._index import Index, read_index
 from ._names import natural_key
 from ._spec import Region, TensorSpec
+from ._stream import read_now
 
 
 class Source(Mapping[str, TensorSpec]):
-    """A mapping from the names of a checkpoint to their specs, which can read what it names."""
+    """A mapping from the names of a checkpoint to their specs, which can read what it names.
+
+    Tensors that lie elsewhere than in files are a class of yours with `read` and the methods of a mapping; it is asked
+    by one thread, for one region after the other.
+    """
 
     @abstractmethod
     def read(self, region: Region) -> Tensor:
-        """The region, on the CPU. It may be mapped from a file: not to be written to."""
+        """The region, on the CPU. It may share memory with the source: not to be written to.
+
+        Raises:
+            OSError: It cannot be read.
+        """
+
+    def extents(self, region: Region) -> Sequence[Extent] | None:
+        """Where the bytes of a region lie in files, for several threads to read; None where `read` must be asked."""
+        del region
+        return None
+
+    def file(self, name: str) -> str:
+        """Where a tensor is, for people: the name of its file, by default that of the source's class."""
+        del name
+        return type(self).__name__
 
 
 class CheckpointError(ValueError):
     """A checkpoint contradicts itself. `problems` has one line for each thing wrong."""
 
-    def __init__(self, path: Path, problems: list[str]) -> None:
+    def __init__(self, path: str | Sequence[str], problems: Sequence[str]) -> None:
         self.problems = tuple(problems)
-        super().__init__("\n  ".join([f"{str(path)!r} has {len(problems)} problem(s):", *problems]))
+        super().__init__("\n  ".join([f"{path!r} has {len(problems)} problem(s):", *problems]))
+
+
+@attrs.frozen
+class _Located:
+    """A tensor in a file, and what the file is called."""
+
+    file: str
+    block: Block
 
 
 class FileSource(Source):
-    """Tensors in safetensors files; `files` maps each name to the one that holds it."""
+    """Tensors in safetensors files, in natural order of their names."""
 
-    def __init__(self, files: Mapping[str, TensorFile]) -> None:
-        self._files = {name: files[name] for name in sorted(files, key=natural_key)}
+    def __init__(self, located: Mapping[str, _Located]) -> None:
+        self._located = {name: located[name] for name in sorted(located, key=natural_key)}
 
     def __getitem__(self, name: str) -> TensorSpec:
-        return self._files[name].specs[name]
+        return self._located[name].block.spec
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._files)
+        return iter(self._located)
 
     def __len__(self) -> int:
-        return len(self._files)
+        return len(self._located)
+
+    def file(self, name: str) -> str:
+        return self._located[name].file
+
+    def extents(self, region: Region) -> Sequence[Extent]:
+        whole = tuple(slice(0, length) for length in region.shape)
+        return [Extent(self._located[region.name].block, region, whole)]
 
     def read(self, region: Region) -> Tensor:
-        """The region, mapped."""
-        return self._files[region.name].tensor(region.name)[region.slices]
+        return read_extents(region, self[region.name].dtype, self.extents(region))
 
 
-def open_checkpoint(path: str | PathLike[str]) -> Source:
+def read_extents(region: Region, dtype: torch.dtype, extents: Sequence[Extent]) -> Tensor:
+    """The region of a tensor, put together from where it lies."""
+    values = torch.empty(region.shape, dtype=dtype)
+    read_now(Fill(extent, values[extent.index]) for extent in extents)
+    return values
+
+
+def open_checkpoint(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Source:
     """Opens a checkpoint in the Hugging Face layout; only headers are read.
 
     Args:
-        path: A `.safetensors` file, a `.safetensors.index.json`, or a directory with one index, or with files alone.
+        path: A `.safetensors` file, a `.safetensors.index.json`, or a directory with one index, or with files alone;
+            or several of these, which are one checkpoint then.
 
     Raises:
         FileNotFoundError: Nothing of the kind is there.
-        CheckpointError: Files and index contradict each other; all contradictions are listed.
-        ValueError: A file is damaged.
+        CheckpointError: Files and index contradict each other, or several hold one name; all of it is listed.
+        ValueError: A file or the index is damaged.
     """
-    path = Path(path)
+    if isinstance(path, (str, PathLike)):
+        return FileSource(_open(Path(path)))
+    paths = list(map(Path, path))
+    if not paths:
+        raise ValueError("a checkpoint of no paths: name at least one")
+    holders: dict[str, list[_Located]] = {}
+    for one in paths:
+        directory = one if one.is_dir() else one.parent
+        for name, located in _open(one).items():
+            holders.setdefault(name, []).append(attrs.evolve(located, file=str(directory / located.file)))
+    problems = [
+        f"{name!r} is in several files: {[one.file for one in found]}"
+        for name, found in holders.items()
+        if len(found) > 1
+    ]
+    if problems:
+        raise CheckpointError([str(one) for one in paths], problems)
+    return FileSource({name: found[0] for name, found in holders.items()})
+
+
+def _open(path: Path) -> Mapping[str, _Located]:
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         if len(indexes) > 1:
-            raise CheckpointError(path, [f"several indexes, open one: {[index.name for index in indexes]}"])
+            raise CheckpointError(str(path), [f"several indexes, open one: {[index.name for index in indexes]}"])
         if indexes:
             return _open_index(indexes[0])
         files = sorted(path.glob("*.safetensors"))
         if not files:
             raise FileNotFoundError(f"no .safetensors file in {str(path)!r}")
-        return _open_files(path, files, listed=None)
+        return _open_files(path, files, gaps_in_numbers(file.name for file in files))
     if not path.is_file():
         raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
-    return _open_index(path) if path.suffix == ".json" else _open_files(path, [path], listed=None)
+    return _open_index(path) if path.suffix == ".json" else _open_files(path, [path])
 
 
-def _open_index(path: Path) -> Source:
-    try:
-        listed = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        names = sorted(set(listed.values()), key=natural_key)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f'{str(path)!r} is no index: it needs a "weight_map" of file names ({error!r})') from error
-    outside = [name for name in names if Path(name).name != name]
-    if outside:
-        raise CheckpointError(path, [f"the index names a file outside its directory: {name!r}" for name in outside])
-    return _open_files(path, [path.parent / name for name in names], listed=listed)
+def _open_index(path: Path) -> Mapping[str, _Located]:
+    index = read_index(path)
+    files = [path.parent / name for name in index.files]
+    present = [file for file in files if file.is_file()]
+    absent = absent_files(index, {file.name for file in present})
+    return _open_files(path, present, absent, index)
 
 
-def _open_files(path: Path, paths: list[Path], *, listed: Mapping[str, str] | None) -> Source:
-    problems = [f"the index names {file.name!r}, which is absent" for file in paths if not file.is_file()]
-    opened = [TensorFile(file) for file in paths if file.is_file()]
-    holders: dict[str, list[TensorFile]] = {}
-    for file in opened:
-        for name in file.specs:
-            holders.setdefault(name, []).append(file)
-    for name, files in holders.items():
-        if len(files) > 1:
-            problems.append(f"{name!r} is in several files: {[file.path.name for file in files]}")
-    if listed is not None:
-        present = {file.path.name: file for file in opened}
-        problems += [
-            f"{file.path.name!r} holds {name!r}, which the index {_instead(listed.get(name))}"
-            for file in opened
-            for name in file.specs
-            if listed.get(name) != file.path.name and len(holders[name]) == 1
-        ]
-        problems += [
-            f"the index has {name!r} in {file!r}, which lacks it"
-            for name, file in listed.items()
-            if file in present and name not in present[file].specs
-        ]
+def _open_files(
+    path: Path, files: Iterable[Path], problems: Iterable[Problem] = (), index: Index | None = None
+) -> Mapping[str, _Located]:
+    """The tensors of files in one directory, unless there are `problems` with them, or between them and the index."""
+    headers = {file.name: read_header(file) for file in files}
+    problems = [*problems, *duplicates(headers), *(contradictions(index, headers) if index is not None else ())]
     if problems:
-        raise CheckpointError(path, problems)
-    return FileSource({name: files[0] for name, files in holders.items()})
+        raise CheckpointError(str(path), [problem.text for problem in problems])
+    directory = path if path.is_dir() else path.parent
+    return {
+        name: located for file, header in headers.items() for name, located in _locate(directory / file, header).items()
+    }
 
 
-def _instead(file: str | None) -> str:
-    return "lacks" if file is None else f"has in {file!r}"
+def _locate(file: Path, header: Header) -> Mapping[str, _Located]:
+    return {
+        name: _Located(file.name, Block(file, header.nbytes, entry.start, entry.spec))
+        for name, entry in header.entries.items()
+    }

@@ -65,7 +65,7 @@ class Region:
 
     def renamed(self, name: str) -> Region:
         """The same rectangle of another tensor."""
-        return attrs.evolve(self, name=name)
+        return Region(name, self.offset, self.shape)
 
     def replaced(self, dim: int, offset: int, length: int) -> Region:
         """The same rectangle with another interval on `dim`."""
@@ -73,6 +73,20 @@ class Region:
             self.name,
             (*self.offset[:dim], offset, *self.offset[dim + 1 :]),
             (*self.shape[:dim], length, *self.shape[dim + 1 :]),
+        )
+
+    def with_dim(self, dim: int, offset: int, length: int) -> Region:
+        """The same rectangle of a tensor that has a further dim before `dim`, and an interval on it."""
+        return Region(
+            self.name,
+            (*self.offset[:dim], offset, *self.offset[dim:]),
+            (*self.shape[:dim], length, *self.shape[dim:]),
+        )
+
+    def without_dim(self, dim: int) -> Region:
+        """The same rectangle of a tensor that lacks a dim."""
+        return Region(
+            self.name, (*self.offset[:dim], *self.offset[dim + 1 :]), (*self.shape[:dim], *self.shape[dim + 1 :])
         )
 
     def intersect(self, other: Region) -> Region | None:

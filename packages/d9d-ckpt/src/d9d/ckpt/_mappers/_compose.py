@@ -1,24 +1,21 @@
-"""Composites: mappers side by side, one after the other, and under a prefix."""
+"""Composites: mappers side by side, and one after the other."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Mapping, Sequence
-from typing import TypeVar
 
 import attrs
 from torch import Tensor
 
-from .._mapper import Group, Mapper, by_name
-from .._names import natural_key
-from .._spec import Region, TensorSpec
+from .._mapper import Fault, Group, Mapper, bound
+from .._name_index import Names
+from .._problems import for_all
+from .._spec import TensorSpec
 from ._chain import apply_step, connected, infer_step
-
-T = TypeVar("T")
 
 
 @attrs.frozen(init=False, repr=False)
-class Parallel:
+class Parallel(Mapper):
     """Mappers side by side: each takes its own of the names; what none takes is left."""
 
     mappers: tuple[Mapper, ...]
@@ -27,32 +24,29 @@ class Parallel:
         object.__setattr__(self, "mappers", mappers)
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
-        return by_name(group for mapper in self.mappers for group in mapper.bind(names))
+        names = Names.of(names)
+        return [group for mapper in self.mappers for group in bound(mapper, names)]
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)
 
-    def pull(self, want: Region) -> Sequence[Region] | None:
-        del want  # its groups carry the mappers that know
-        return None
-
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        del want
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return apply_step(self.bind(tensors), tensors)
 
     def inverse(self) -> Parallel:
-        return Parallel(*(mapper.inverse() for mapper in self.mappers))
+        return Parallel(*for_all(self.mappers, lambda mapper: mapper.inverse()))
 
     def __repr__(self) -> str:
         return f"Parallel({', '.join(map(repr, self.mappers))})"
 
 
 @attrs.frozen(init=False, repr=False)
-class Sequential:
+class Sequential(Mapper):
     """Mappers one after the other.
 
     Each sees the names that are there: those given, less what earlier ones took, plus what they made. What is made
-    and not taken is an output.
+    and not taken is an output. Where a mapper makes a name that is still there, or takes one that is gone, the group
+    has a problem, which planning tells.
     """
 
     mappers: tuple[Mapper, ...]
@@ -61,84 +55,55 @@ class Sequential:
         object.__setattr__(self, "mappers", mappers)
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
-        """As in the protocol.
-
-        Raises:
-            ValueError: A mapper makes a name that is still there, or takes one that is gone.
-        """
-        there, gone = set(names), set[str]()
+        there, gone = Names.over(Names.of(names)), set[str]()
         steps: list[Sequence[Group]] = []
         for mapper in self.mappers:
-            groups = mapper.bind(sorted(there, key=natural_key))
-            taken = {name for group in groups for name in group.inputs}
-            made = Counter(name for group in groups for name in group.outputs)
-            left = there - taken
-            if used := sorted(taken & (gone - there)):
-                raise ValueError(f"{mapper!r} takes {used!r}, which an earlier mapper took")
-            if clash := sorted(name for name, times in made.items() if times > 1 or name in left):
-                raise ValueError(f"{mapper!r} makes {clash!r}, which exist already")
-            there, gone = left | made.keys(), gone | taken
-            steps.append(groups)
-        return by_name(chain.group for chain in connected(steps))
+            step = _checked(mapper, bound(mapper, there), there, gone)
+            taken = [name for group in step for name in group.inputs]
+            there.update(remove=taken, add=[name for group in step for name in group.outputs])
+            gone.update(taken)
+            steps.append(step)
+        return connected(steps)
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return infer_step(self.bind(specs), specs)
 
-    def pull(self, want: Region) -> Sequence[Region] | None:
-        del want  # its groups carry the mappers that know
-        return None
-
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        del want
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return apply_step(self.bind(tensors), tensors)
 
     def inverse(self) -> Sequential:
-        return Sequential(*(mapper.inverse() for mapper in reversed(self.mappers)))
+        return Sequential(*for_all(reversed(self.mappers), lambda mapper: mapper.inverse()))
 
     def __repr__(self) -> str:
         return f"Sequential({', '.join(map(repr, self.mappers))})"
 
 
-@attrs.frozen
-class Prefix:
-    """A mapper for the names under a prefix, which it does not see.
-
-    `Prefix("model.layers.3.", layer)`; with `output` the prefix changes on the way.
-    """
-
-    input: str
-    mapper: Mapper
-    output: str = attrs.field(kw_only=True, default=attrs.Factory(lambda self: self.input, takes_self=True))
-    """Prefix of what is made; by default that of what is taken."""
-
-    def bind(self, names: Collection[str]) -> Sequence[Group]:
-        return [
+def _checked(mapper: Mapper, groups: Sequence[Group], there: Names, gone: set[str]) -> list[Group]:
+    """The groups of a step, those that cannot follow the steps before replaced by faults."""
+    taken = {name for group in groups for name in group.inputs}
+    outputs = [name for group in groups for name in group.outputs]
+    made = set(outputs)
+    if len(made) == len(outputs) and gone.isdisjoint(taken) and not any(n in there for n in made - taken):
+        return list(groups)
+    made.clear()
+    checked = []
+    for group in groups:
+        used = [name for name in group.inputs if name in gone and name not in there]
+        twice = [name for name in group.outputs if name in made]
+        left = [name for name in group.outputs if name in there and name not in taken]
+        made.update(group.outputs)
+        if not (used or twice or left):
+            checked.append(group)
+            continue
+        problems = [f"takes {used!r}, which an earlier mapper took"] if used else []
+        problems += [f"makes {sorted((*twice, *left))!r}, which exist already"] if twice or left else []
+        # it takes what is left, so that nothing else is said of the same names
+        inputs = [*(name for name in group.inputs if name not in used), *left]
+        checked.append(
             Group(
-                [self.input + name for name in group.inputs],
-                [self.output + name for name in group.outputs],
-                attrs.evolve(self, mapper=group.mapper),
+                inputs,
+                [name for name in group.outputs if name not in twice],
+                Fault(f"{mapper!r} {' and '.join(problems)}"),
             )
-            for group in self.mapper.bind([n.removeprefix(self.input) for n in names if n.startswith(self.input)])
-        ]
-
-    def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        return self._leave(self.mapper.infer(self._enter(specs)))
-
-    def pull(self, want: Region) -> Sequence[Region] | None:
-        pulled = self.mapper.pull(self._inner(want))
-        return None if pulled is None else [region.renamed(self.input + region.name) for region in pulled]
-
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        return self._leave(self.mapper.apply(self._enter(tensors), want=None if want is None else self._inner(want)))
-
-    def inverse(self) -> Prefix:
-        return Prefix(self.output, self.mapper.inverse(), output=self.input)
-
-    def _enter(self, values: Mapping[str, T]) -> Mapping[str, T]:
-        return {name.removeprefix(self.input): value for name, value in values.items()}
-
-    def _leave(self, values: Mapping[str, T]) -> Mapping[str, T]:
-        return {self.output + name: value for name, value in values.items()}
-
-    def _inner(self, want: Region) -> Region:
-        return want.renamed(want.name.removeprefix(self.output))
+        )
+    return checked

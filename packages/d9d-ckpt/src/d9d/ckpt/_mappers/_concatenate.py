@@ -10,12 +10,9 @@ import torch
 from torch import Tensor
 
 from .._mapper import Group
-from .._names import Pattern, as_pattern, matches, require_same_fields
+from .._names import Pattern, as_pattern, as_patterns, matches, require_same_fields
+from .._problems import raise_all
 from .._spec import Region, TensorSpec
-
-
-def _patterns(names: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
-    return tuple(map(as_pattern, names))
 
 
 def _sizes(values: Iterable[int]) -> tuple[int, ...]:
@@ -35,7 +32,7 @@ class Concatenate:
     `Concatenate(["{i}.gate", "{i}.up"], "{i}.gate_up", sizes=(768, 768))`
     """
 
-    inputs: tuple[Pattern, ...] = attrs.field(converter=_patterns)
+    inputs: tuple[Pattern, ...] = attrs.field(converter=as_patterns)
     output: Pattern = attrs.field(converter=as_pattern)
     sizes: tuple[int, ...] = attrs.field(kw_only=True, converter=_sizes)
     """Length of each input along `dim`: from them a slice of the output is found without reading anything."""
@@ -56,13 +53,14 @@ class Concatenate:
         first = specs[self.inputs[0].name]
         if self.dim >= len(first.shape):
             raise ValueError(f"cannot concatenate tensors that are {first} along dim {self.dim} into {self.output!r}")
-        for input_, size in zip(self.inputs, self.sizes):
-            expected = _resized(first, self.dim, size)
-            if specs[input_.name] != expected:
-                raise ValueError(
-                    f"cannot concatenate {input_!r}, which is {specs[input_.name]}, into {self.output!r}: "
-                    f"it should be {expected}"
-                )
+        raise_all(
+            [
+                f"cannot concatenate {input_!r}, which is {specs[input_.name]}, into {self.output!r}: "
+                f"with {self.inputs[0]!r} it should be {_resized(first, self.dim, size)}"
+                for input_, size in zip(self.inputs, self.sizes)
+                if specs[input_.name] != _resized(first, self.dim, size)
+            ]
+        )
         return {self.output.name: _resized(first, self.dim, sum(self.sizes))}
 
     def pull(self, want: Region) -> Sequence[Region] | None:
@@ -74,9 +72,12 @@ class Concatenate:
                 regions.append(want.renamed(input_.name).replaced(self.dim, first - base, last - first))
         return regions
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        wanted = self.inputs if want is None else self.pull(want) or ()
-        return {self.output.name: torch.cat([tensors[input_.name] for input_ in wanted], self.dim)}
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want
+        return parts[0] if len(parts) == 1 else torch.cat(list(parts), self.dim)
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {self.output.name: torch.cat([tensors[input_.name] for input_ in self.inputs], self.dim)}
 
     def inverse(self) -> Chunk:
         return Chunk(self.output, self.inputs, sizes=self.sizes, dim=self.dim)
@@ -87,7 +88,7 @@ class Chunk:
     """Cuts a tensor along `dim` into pieces of the given sizes: undoes `Concatenate`."""
 
     input: Pattern = attrs.field(converter=as_pattern)
-    outputs: tuple[Pattern, ...] = attrs.field(converter=_patterns)
+    outputs: tuple[Pattern, ...] = attrs.field(converter=as_patterns)
     sizes: tuple[int, ...] = attrs.field(kw_only=True, converter=_sizes)
     """Length of each output along `dim`."""
     dim: int = attrs.field(default=0, kw_only=True, validator=attrs.validators.ge(0))
@@ -114,14 +115,13 @@ class Chunk:
         offset = starts[want.name] + want.offset[self.dim]
         return [want.renamed(self.input.name).replaced(self.dim, offset, want.shape[self.dim])]
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        tensor = tensors[self.input.name]
-        if want is not None:
-            return {want.name: tensor}
-        return {
-            output.name: piece
-            for output, piece in zip(self.outputs, tensor.tensor_split(_starts(self.sizes)[1:], self.dim))
-        }
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want
+        return parts[0]
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        pieces = tensors[self.input.name].tensor_split(_starts(self.sizes)[1:], self.dim)
+        return {output.name: piece for output, piece in zip(self.outputs, pieces)}
 
     def inverse(self) -> Concatenate:
         return Concatenate(self.outputs, self.input, sizes=self.sizes, dim=self.dim)

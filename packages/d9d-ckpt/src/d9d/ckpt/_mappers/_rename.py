@@ -1,4 +1,4 @@
-"""Leaves that pass a tensor on as it is, or with two dims exchanged."""
+"""Leaves that pass a tensor on as it is."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ import attrs
 from torch import Tensor
 
 from .._mapper import Group
-from .._names import Pattern, as_pattern, matches, natural_key, require_same_fields
+from .._name_index import Names
+from .._names import Pattern, as_pattern, as_patterns, matches, require_same_fields
 from .._spec import Region, TensorSpec
+from ._one import bind_one
 
 
 @attrs.frozen
@@ -26,8 +28,7 @@ class Rename:
         require_same_fields(self.input, self.output)
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
-        leaves = [Rename(self.input.fill(values), self.output.fill(values)) for values in matches([self.input], names)]
-        return [Group([leaf.input.name], [leaf.output.name], leaf) for leaf in leaves]
+        return bind_one(self, names)
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return {self.output.name: specs[self.input.name]}
@@ -35,8 +36,11 @@ class Rename:
     def pull(self, want: Region) -> Sequence[Region] | None:
         return [want.renamed(self.input.name)]
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        del want  # a slice is renamed like the whole
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want
+        return parts[0]
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return {self.output.name: tensors[self.input.name]}
 
     def inverse(self) -> Rename:
@@ -49,13 +53,16 @@ class Identity:
 
     patterns: tuple[Pattern, ...]
 
-    def __init__(self, *patterns: str) -> None:
-        object.__setattr__(self, "patterns", tuple(map(as_pattern, patterns)))
+    def __init__(self, *patterns: str | Pattern) -> None:
+        object.__setattr__(self, "patterns", as_patterns(patterns))
 
     def bind(self, names: Collection[str]) -> Sequence[Group]:
         if not self.patterns:
-            return [Group([name], [name], Rename(name, name)) for name in sorted(names, key=natural_key)]
-        return [group for pattern in self.patterns for group in Rename(pattern, pattern).bind(names)]
+            return [Group([name], [name], self) for name in Names.of(names)]
+        taken = dict.fromkeys(
+            pattern.fill(values).name for pattern in self.patterns for values in matches([pattern], names)
+        )
+        return [Group([name], [name], self) for name in taken]
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
         return specs
@@ -63,8 +70,11 @@ class Identity:
     def pull(self, want: Region) -> Sequence[Region] | None:
         return [want]
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
         del want
+        return parts[0]
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         return tensors
 
     def inverse(self) -> Identity:
@@ -72,47 +82,3 @@ class Identity:
 
     def __repr__(self) -> str:
         return f"Identity({', '.join(map(repr, self.patterns))})"
-
-
-@attrs.frozen
-class Transpose:
-    """Exchanges two dims of a tensor, and renames it where `output` says so."""
-
-    input: Pattern = attrs.field(converter=as_pattern)
-    output: Pattern = attrs.field(converter=as_pattern)
-    dims: tuple[int, int] = attrs.field(default=(0, 1), kw_only=True)
-    """The two dims, not negative."""
-
-    def __attrs_post_init__(self) -> None:
-        require_same_fields(self.input, self.output)
-        if min(self.dims) < 0:
-            raise ValueError(f"dims must not be negative, got {self.dims!r}")
-
-    def bind(self, names: Collection[str]) -> Sequence[Group]:
-        leaves = [
-            attrs.evolve(self, input=self.input.fill(values), output=self.output.fill(values))
-            for values in matches([self.input], names)
-        ]
-        return [Group([leaf.input.name], [leaf.output.name], leaf) for leaf in leaves]
-
-    def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        spec = specs[self.input.name]
-        if max(self.dims) >= len(spec.shape):
-            raise ValueError(f"cannot exchange dims {self.dims} of {self.input!r}, which is {spec}")
-        return {self.output.name: TensorSpec(self._exchange(spec.shape), spec.dtype)}
-
-    def pull(self, want: Region) -> Sequence[Region] | None:
-        return [Region(self.input.name, self._exchange(want.offset), self._exchange(want.shape))]
-
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        del want  # a slice is transposed like the whole
-        return {self.output.name: tensors[self.input.name].transpose(*self.dims)}
-
-    def inverse(self) -> Transpose:
-        return attrs.evolve(self, input=self.output, output=self.input)
-
-    def _exchange(self, values: tuple[int, ...]) -> tuple[int, ...]:
-        exchanged = list(values)
-        first, second = self.dims
-        exchanged[first], exchanged[second] = values[second], values[first]
-        return tuple(exchanged)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .._mapper import Group
 from .._names import Pattern, as_pattern, matches
+from .._problems import raise_all
 from .._spec import Region, TensorSpec
 
 
@@ -53,10 +54,14 @@ class Stack:
         return [Group(leaf.inputs, [leaf.output.name], leaf) for leaf in leaves]
 
     def infer(self, specs: Mapping[str, TensorSpec]) -> Mapping[str, TensorSpec]:
-        first, *others = (specs[name] for name in self.inputs)
-        for name, spec in zip(self.inputs[1:], others):
-            if spec != first:
-                raise ValueError(f"cannot stack {name!r}, which is {spec}, on tensors that are {first}")
+        first = specs[self.inputs[0]]
+        raise_all(
+            [
+                f"cannot stack {name!r}, which is {specs[name]}, on {self.inputs[0]!r}, which is {first}"
+                for name in self.inputs
+                if specs[name] != first
+            ]
+        )
         if self.dim > len(first.shape):
             raise ValueError(f"cannot stack tensors that are {first} along dim {self.dim} into {self.output!r}")
         shape = (*first.shape[: self.dim], self.count, *first.shape[self.dim :])
@@ -64,12 +69,15 @@ class Stack:
 
     def pull(self, want: Region) -> Sequence[Region] | None:
         start, length = want.offset[self.dim], want.shape[self.dim]
-        offset, shape = _without(want.offset, self.dim), _without(want.shape, self.dim)
-        return [Region(name, offset, shape) for name in self.inputs[start : start + length]]
+        part = want.without_dim(self.dim)
+        return [part.renamed(name) for name in self.inputs[start : start + length]]
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        names = self.inputs if want is None else tuple(region.name for region in self.pull(want) or ())
-        return {self.output.name: torch.stack([tensors[name] for name in names], self.dim)}
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want
+        return torch.stack(list(parts), self.dim)
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return {self.output.name: torch.stack([tensors[name] for name in self.inputs], self.dim)}
 
     def inverse(self) -> Unstack:
         return Unstack(self.output, self.input, count=self.count, dim=self.dim)
@@ -106,16 +114,19 @@ class Unstack:
         spec = specs[self.input.name]
         if self.dim >= len(spec.shape) or spec.shape[self.dim] != self.count:
             raise ValueError(f"cannot unstack {self.count} along dim {self.dim} of {self.input!r}, which is {spec}")
-        return dict.fromkeys(self.outputs, TensorSpec(_without(spec.shape, self.dim), spec.dtype))
+        return dict.fromkeys(
+            self.outputs, TensorSpec((*spec.shape[: self.dim], *spec.shape[self.dim + 1 :]), spec.dtype)
+        )
 
     def pull(self, want: Region) -> Sequence[Region] | None:
-        number = self.outputs.index(want.name)
-        offset = (*want.offset[: self.dim], number, *want.offset[self.dim :])
-        return [Region(self.input.name, offset, (*want.shape[: self.dim], 1, *want.shape[self.dim :]))]
+        return [want.renamed(self.input.name).with_dim(self.dim, self._numbers[want.name], 1)]
 
-    def apply(self, tensors: Mapping[str, Tensor], *, want: Region | None = None) -> Mapping[str, Tensor]:
-        names = self.outputs if want is None else (want.name,)
-        return dict(zip(names, tensors[self.input.name].unbind(self.dim)))
+    def assemble(self, want: Region, parts: Sequence[Tensor]) -> Tensor:
+        del want
+        return parts[0].squeeze(self.dim)
+
+    def apply(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        return dict(zip(self.outputs, tensors[self.input.name].unbind(self.dim)))
 
     def inverse(self) -> Stack:
         return Stack(self.output, self.input, count=self.count, dim=self.dim)
@@ -125,6 +136,6 @@ class Unstack:
         """Names of the slices, in order."""
         return _numbered(self.output, self._index, self.count)
 
-
-def _without(values: tuple[int, ...], dim: int) -> tuple[int, ...]:
-    return (*values[:dim], *values[dim + 1 :])
+    @functools.cached_property
+    def _numbers(self) -> Mapping[str, int]:
+        return {name: number for number, name in enumerate(self.outputs)}

@@ -1,0 +1,161 @@
+"""From a group of a plan to reads: what is read where, and what is made of it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+
+import attrs
+import torch
+from torch import Tensor
+
+from ._buffer import buffer
+from ._hands import Fill
+from ._into import input_views
+from ._mapper import Group
+from ._source import Source
+from ._spec import Region, TensorSpec
+from ._stream import Batch
+
+
+@attrs.frozen(eq=False)
+class Target:
+    """A non-empty region of an output that is wanted."""
+
+    want: Region
+    dtype: torch.dtype
+    into: Tensor | None = None
+    """Where it shall be; None for a tensor that lives until `done` returns."""
+    done: Callable[[Tensor], None] | None = None
+    """Called with the region, when it is there."""
+    extra_nbytes: int = 0
+    """What `done` allocates."""
+    alone: bool = False
+    """Whether another target has some of the same memory."""
+
+    @property
+    def nbytes(self) -> int:
+        """Size of the region in bytes."""
+        return self.want.numel * self.dtype.itemsize
+
+    def put(self, made: Tensor) -> None:
+        """Takes the region from elsewhere."""
+        if self.into is not None:
+            self.into.copy_(made)
+        if self.done is not None:
+            self.done(made)
+
+
+def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -> Iterator[Batch]:
+    """The reads that fill regions of a group's outputs: a batch for each, but one for all that need the whole group.
+
+    Without a group, the targets are regions of the source itself.
+    """
+    whole = [target for target in targets if group is not None and group.mapper.pull(target.want) is None]
+    if group is not None and whole:
+        yield _of_whole_group(source, group, whole)
+    for target in targets:
+        if target in whole:
+            continue
+        if group is None:
+            yield _in_place(source, target, [target.want], _itself)
+            continue
+        needs = group.mapper.pull(target.want) or ()
+        views = functools.partial(input_views, group.mapper, target.want)
+        # looks for views before there is a tensor
+        probe = torch.empty(target.want.shape, dtype=target.dtype, device="meta")
+        if views(probe) is None or len(set(needs)) < len(needs):  # what is wanted twice is read once, and copied
+            yield _of_copies(source, group, target, list(dict.fromkeys(needs)))
+        else:
+            yield _in_place(source, target, needs, views)
+
+
+def _itself(into: Tensor) -> Sequence[Tensor]:
+    return [into]
+
+
+def _in_place(
+    source: Source, target: Target, needs: Sequence[Region], views: Callable[[Tensor], Sequence[Tensor] | None]
+) -> Batch:
+    """Reads regions to where they belong in the target."""
+    values: list[Tensor] = []
+
+    def start() -> Iterator[Fill]:
+        into = buffer(target.want.shape, target.dtype) if target.into is None else target.into
+        values.append(into)
+        parts = views(into)
+        assert parts is not None, "there are views of every tensor of the shape, or of none"
+        for region, part in zip(needs, parts, strict=True):
+            yield from _fills(source, region, part)
+
+    def finish() -> None:
+        into = values.pop()  # the batch lives on, its memory must not
+        if target.done is not None:
+            target.done(into)
+
+    held = (0 if target.into is not None else target.nbytes) + target.extra_nbytes
+    return Batch(_nbytes(source, needs), held, start, finish, target.alone)
+
+
+def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Region]) -> Batch:
+    """Reads the regions that make a region of an output, makes it, copies it."""
+    inputs: dict[Region, Tensor] = {}
+
+    def finish() -> None:
+        made = group.make(target.want, inputs)
+        inputs.clear()  # the batch lives on, its memory must not
+        target.put(made)
+
+    nbytes = _nbytes(source, needs)
+    held = nbytes + target.nbytes + target.extra_nbytes
+    return Batch(nbytes, held, lambda: _fresh(source, needs, inputs), finish, target.alone)
+
+
+def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> Batch:
+    """Reads all inputs, makes all outputs, copies what is wanted of them."""
+    inputs: dict[Region, Tensor] = {}
+    needs = [Region.whole(name, source[name]) for name in group.inputs]
+    made = sum(spec.nbytes for spec in group.mapper.infer({name: source[name] for name in group.inputs}).values())
+
+    def finish() -> None:
+        outputs = group.mapper.apply({region.name: tensor for region, tensor in inputs.items()})
+        inputs.clear()
+        for target in targets:
+            values = outputs[target.want.name][target.want.slices]
+            if values.shape != target.want.shape:
+                raise ValueError(f"{group.mapper!r} made {list(outputs[target.want.name].shape)} of {target.want}")
+            target.put(values)
+
+    nbytes = _nbytes(source, needs)
+    held = nbytes + made + max(target.extra_nbytes for target in targets)
+    alone = any(target.alone for target in targets)
+    return Batch(nbytes, held, lambda: _fresh(source, needs, inputs), finish, alone)
+
+
+def _fresh(source: Source, needs: Sequence[Region], inputs: dict[Region, Tensor]) -> Iterator[Fill]:
+    """Reads regions into `inputs`."""
+    for region in needs:
+        inputs[region] = buffer(region.shape, source[region.name].dtype)
+        yield from _fills(source, region, inputs[region])
+
+
+def _fills(source: Source, region: Region, into: Tensor) -> Iterator[Fill]:
+    extents = source.extents(region)
+    if extents is None:
+        into.copy_(source.read(region))
+        return
+    for extent in extents:
+        yield Fill(extent, into[extent.index])
+
+
+def _nbytes(source: Source, needs: Sequence[Region]) -> int:
+    return sum(region.numel * source[region.name].dtype.itemsize for region in needs)
+
+
+def spec_after(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
+    """The spec of a tensor once it is cast: only floating tensors of 16 bits or more are.
+
+    Smaller ones are quantized: without their scales a cast would make other numbers of them.
+    """
+    floating = spec.dtype.is_floating_point and spec.dtype.itemsize > 1
+    return spec if dtype is None or not floating else attrs.evolve(spec, dtype=dtype)
