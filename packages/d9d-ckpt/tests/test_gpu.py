@@ -8,10 +8,25 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from d9d.ckpt import Concatenate, Identity, JobCheckpoints, Parallel, Sequential, Stack, export, load, open_checkpoint
+from d9d.ckpt import (
+    Apply,
+    Cast,
+    Concatenate,
+    Identity,
+    JobCheckpoints,
+    Parallel,
+    Region,
+    Sequential,
+    Stack,
+    Transpose,
+    export,
+    load,
+    open_checkpoint,
+)
 
 
 @pytest.mark.gpu
@@ -19,6 +34,56 @@ def test_round_trips_on_cuda(tmp_path):
     ranks = min(2, torch.cuda.device_count())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     subprocess.run([*launch, __file__, tmp_path], check=True, timeout=300)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("piece", [1 << 12, 4 << 20])
+def test_every_way_of_reading_ends_on_the_gpu(tmp_path, monkeypatch, piece):
+    monkeypatch.setattr("d9d.ckpt._hands.PIECE", piece)
+    monkeypatch.setattr("d9d.ckpt._stream.PIECE", piece)
+    tensors = {
+        "a": torch.randn(600, 70).bfloat16(),
+        "b": torch.rand(1001) > 0.5,
+        "f8": torch.randn(64, 3).to(torch.float8_e4m3fn),
+        "big": torch.randn(1 << 20),
+        "0": torch.tensor(3),
+        "none": torch.zeros(0, 3),
+        "spread": torch.randn(50, 40),
+        **{f"e.{i}": torch.randn(33, 20) for i in range(3)},
+        "whole": torch.randn(5, 7),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    mapper = Parallel(
+        Transpose("a", "at"),
+        Cast("big", "half", dtype=torch.bfloat16),
+        Stack("e.{i}", "e", count=3, dim=1),
+        Identity("b", "f8", "0", "none", "spread"),
+        Apply("whole", "doubled", function=lambda tensor: tensor * 2),
+    )
+    with torch.no_grad():
+        expected = mapper.apply(tensors)
+    state = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="cuda") for name, tensor in expected.items()}
+    state["spread"] = torch.empty(50, 80, device="cuda")[:, ::2]
+    torch.cuda._sleep(10_000_000)  # what is still to be done to the tensors comes first
+    for tensor in state.values():
+        tensor.zero_()
+    told = []
+    load(open_checkpoint(tmp_path), mapper, state, progress=lambda *args: told.append(args))
+    for name, tensor in expected.items():
+        assert state[name].is_cuda
+        assert torch.equal(state[name].cpu().float(), tensor.float()), name
+    assert told[-1] == (sum(tensor.nbytes for tensor in tensors.values()),) * 2
+
+    checkpoints = JobCheckpoints(tmp_path / "job")
+    checkpoints.save(1, state, shared={}, per_rank={})
+    back = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    checkpoints.latest().load(back)
+    assert all(torch.equal(back[name].float(), state[name].float()) for name in state)
+    export(state, Identity(), tmp_path / "exported", max_shard_bytes=1 << 20, dtype=torch.float16)
+    found = open_checkpoint(tmp_path / "exported")
+    for name, tensor in expected.items():
+        wide = tensor.is_floating_point() and tensor.element_size() > 1
+        assert torch.equal(found.read(Region.whole(name, found[name])), tensor.half() if wide else tensor), name
 
 
 def round_trips(root: Path) -> None:

@@ -240,7 +240,7 @@ def read_quarters(root: Path) -> list[int]:
     full = WIDE.apply(wide_tensors())
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "preadv", preadv)
-        patch.setattr("d9d.ckpt._stream._threads", lambda: 1)  # counts are not shared
+        patch.setattr("d9d.ckpt._stream.count_threads", lambda: 1)  # counts are not shared
         for placements in ([Shard(0), Shard(0)], [Shard(1), Shard(1)], [Shard(0), Shard(1)]):
             counts.append(0)
             expected = {name: distribute_tensor(tensor, mesh, placements) for name, tensor in full.items()}

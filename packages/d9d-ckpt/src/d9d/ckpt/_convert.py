@@ -47,14 +47,14 @@ def convert(
     max_shard_bytes: int = MAX_SHARD_BYTES,
     copy_from: str | PathLike[str] | None = None,
     group: ProcessGroup | None = None,
-    memory_budget: int = MEMORY_BUDGET,
+    memory_budget: int | None = None,
     progress: Progress | None = None,
 ) -> None:
     """Writes what a mapper makes of a checkpoint, in the Hugging Face layout. Collective where there are ranks.
 
-    Streams: beyond `memory_budget` there is never more in memory than one group. Each rank writes files of its own,
-    and reads only what they need. The files are the same bytes whatever the number of ranks, and the directory
-    appears when all of it is durable.
+    Streams: memory holds one group, and little beside it, whatever the size of the model. Each rank writes files of
+    its own, and reads only what they need. The files are the same bytes whatever the number of ranks, and the
+    directory appears when all of it is durable.
 
     Args:
         source: The checkpoint: an opened one, or the tensors of a job checkpoint.
@@ -68,7 +68,8 @@ def convert(
             .jinja, .py, .tiktoken, .vocab, .spm, .yaml, .yml; LICENSE and NOTICE) are copied as they are, so that a
             dtype that `config.json` names stays there too. Not copied: weights, indexes, directories, hidden files.
         group: The ranks that share the work; by default all.
-        memory_budget: Bytes of buffers at once. A group that needs more goes alone.
+        memory_budget: Bytes of buffers at once. A group that needs more goes alone. By default what the inputs and
+            outputs of the largest group have, so that one may be read while another is written; 32 MiB at least.
         progress: Called with the bytes that this rank has read so far, and in all, by the calling thread.
 
     Raises:
@@ -93,6 +94,8 @@ def convert(
             with ShardFiles(partial, own) as files:
                 mine = {name: outputs[name] for shard in own for name in shard.specs}
                 batches = list(_batches(source, groups, mine, files))
+                if memory_budget is None:
+                    memory_budget = max(MEMORY_BUDGET, _largest(source, groups, specs))
                 run_batches(batches, memory_budget=memory_budget, progress=progress)
         with together(group):
             if rank_of(group) == 0:
@@ -101,6 +104,15 @@ def convert(
                 for path in others:
                     shutil.copyfile(path, partial / path.name)
                     sync_file(partial / path.name)
+
+
+def _largest(source: Source, groups: Sequence[Group], specs: Mapping[str, TensorSpec]) -> int:
+    """Bytes of the inputs and outputs of the largest group."""
+    sizes = (
+        sum(source[name].nbytes for name in group.inputs) + sum(specs[name].nbytes for name in group.outputs)
+        for group in groups
+    )
+    return max(sizes, default=0)
 
 
 def _planned(

@@ -24,7 +24,7 @@ MEMORY_BUDGET = 32 << 20
 _MAX_QUEUED = 64
 
 
-def _threads() -> int:
+def count_threads() -> int:
     """As many as keep two busy with copying while others wait for a disk; their buffers stay below 16 MiB."""
     return min(4, 2 * len(os.sched_getaffinity(0)))
 
@@ -177,7 +177,7 @@ class _Pool:
 
 @contextmanager
 def _reading() -> Generator[_Pool]:
-    with ThreadPoolExecutor(_threads(), "d9d-ckpt-read") as executor:
+    with ThreadPoolExecutor(count_threads(), "d9d-ckpt-read") as executor:
         pool = _Pool(executor)
         try:
             yield pool
