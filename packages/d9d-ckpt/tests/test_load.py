@@ -17,7 +17,9 @@ from d9d.ckpt import (
     Source,
     Stack,
     TensorSpec,
+    Tie,
     Unstack,
+    export,
     load,
     open_checkpoint,
 )
@@ -61,6 +63,29 @@ def test_tied_names_may_share_a_tensor():
     tensor = torch.zeros(4, 2)
     load(source, Parallel(Rename("embed", "embed"), Rename("embed", "head")), {"embed": tensor, "head": tensor})
     assert torch.equal(tensor, source.tensors["embed"])
+
+
+def test_a_tied_head_is_written_once_and_an_untied_one_not_overwritten(tmp_path):  # case 26
+    tied = Parallel(Tie("model.embed.weight", ["embed.weight", "head.weight"]), Rename("model.norm", "norm"))
+    disk = {"model.embed.weight": torch.randn(4, 2), "model.norm": torch.ones(2)}
+    save_file(disk, tmp_path / "model.safetensors")
+    state = {"embed.weight": torch.empty(4, 2), "head.weight": torch.empty(4, 2), "norm": torch.empty(2)}
+    load(open_checkpoint(tmp_path), tied, state)
+    assert torch.equal(state["head.weight"], disk["model.embed.weight"])
+    for number, names in enumerate([["embed.weight", "head.weight", "norm"], ["embed.weight", "norm"]]):
+        out = tmp_path / str(number)
+        export({name: state[name] for name in names}, tied.inverse(), out, max_shard_bytes=16)
+        found = open_checkpoint(out)
+        assert dict(found) == {name: TensorSpec.of(tensor) for name, tensor in disk.items()}
+        assert "head" not in (out / "model.safetensors.index.json").read_text()
+        assert torch.equal(found.read(Region("model.embed.weight", [0, 0], [4, 2])), disk["model.embed.weight"])
+    state["head.weight"] = state["head.weight"] + 1
+    with pytest.raises(ValueError, match="'head.weight' differs from 'embed.weight', to which it is tied"):
+        export(state, tied.inverse(), tmp_path / "untied")
+    assert not (tmp_path / "untied").exists()
+    save_file({**disk, "lm_head.weight": torch.randn(4, 2)}, tmp_path / "model.safetensors")
+    with pytest.raises(PlanError, match="neither used nor waived: 'lm_head.weight'"):
+        load(open_checkpoint(tmp_path), tied, state)
 
 
 def test_a_stage_reads_exactly_its_own(tmp_path):  # case 36

@@ -11,8 +11,9 @@ from d9d.ckpt._cli import main
 def test_snippet_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     readme = Path(__file__).parents[1] / "README.md"
-    (snippet,) = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(snippet, str(readme), "exec"), {})
+    scope = {}
+    for snippet in re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(snippet, str(readme), "exec"), scope)
     assert sorted(path.name for path in Path("exported").iterdir()) == ["config.json", "model.safetensors"]
 
 

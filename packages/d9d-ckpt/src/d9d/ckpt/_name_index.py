@@ -25,7 +25,7 @@ class Names(Collection[str]):
         self._base: Names | None = None
         self._removed: set[str] = set()  # of the base
         self._own = dict.fromkeys(names)
-        self._root: Node | None = None  # of the own names; built when first searched
+        self._trie: _Trie | None = None  # of the own names; built when first searched
         self._scopes: dict[str, Names] = {}
 
     @classmethod
@@ -57,15 +57,15 @@ class Names(Collection[str]):
         for name in remove:
             if name in self._own:
                 del self._own[name]
-                if self._root is not None:
-                    _discard(self._root, name)
+                if self._trie is not None:
+                    self._trie.discard(name)
             elif self._base is not None and name in self._base:
                 self._removed.add(name)
         for name in add:
             if name not in self:
                 self._own[name] = None
-                if self._root is not None:
-                    _insert(self._root, name)
+                if self._trie is not None:
+                    self._trie.insert(name)
 
     def candidates(self, parts: Sequence[str | None]) -> Iterator[str]:
         """The names of as many parts as are given, where None stands for any part that is not empty."""
@@ -117,39 +117,47 @@ class Names(Collection[str]):
         return scoped
 
     def _indexed(self) -> Node:
-        if self._root is None:
-            self._root = {}
-            for name in self._own:
-                _insert(self._root, name)
-        return self._root
+        if self._trie is None:
+            self._trie = _Trie(self._own)
+        return self._trie.root
 
 
-def _insert(root: Node, name: str) -> None:
-    node: dict[Any, Any] = root
-    *parts, last = name.split(".")
-    for part in parts:
-        child: Any = node.get(part)
-        if child is None:
-            child = node[part] = {}
-        elif isinstance(child, str):
-            child = node[part] = {None: child}
-        node = child
-    child = node.get(last)
-    if isinstance(child, dict):
-        child[None] = name
-    else:
-        node[last] = name
+class _Trie:
+    """The nodes of some names; `paths` leads to a node in one step instead of one for each part."""
 
+    def __init__(self, names: Iterable[str]) -> None:
+        self.root: Node = {}
+        self._paths: dict[str, Node] = {}
+        for name in names:
+            self.insert(name)
 
-def _discard(node: Node, name: str) -> None:
-    *parts, last = name.split(".")
-    for part in parts:
-        node = node[part]
-    child = node[last]
-    if isinstance(child, dict):
-        del child[None]
-    else:
-        del node[last]
+    def insert(self, name: str) -> None:
+        head, dot, last = name.rpartition(".")
+        node = self.root if not dot else (self._paths.get(head) or self._node(head))
+        child = node.get(last)
+        if isinstance(child, dict):
+            child[None] = name
+        else:
+            node[last] = name
+
+    def discard(self, name: str) -> None:
+        head, dot, last = name.rpartition(".")
+        node = self._paths[head] if dot else self.root
+        if isinstance(node[last], dict):
+            del node[last][None]
+        else:
+            del node[last]
+
+    def _node(self, path: str) -> Node:
+        """The node for names that begin with these parts, made if need be."""
+        if path in self._paths:  # though empty
+            return self._paths[path]
+        head, dot, last = path.rpartition(".")
+        parent = self._node(head) if dot else self.root
+        child = parent.get(last)
+        node: Node = {None: child} if isinstance(child, str) else {}
+        parent[last] = self._paths[path] = node
+        return node
 
 
 def _walk(nodes: list[Any], parts: Iterable[str | None]) -> list[Any]:

@@ -73,6 +73,10 @@ class Pattern:
         return re.compile(regex)
 
     @functools.cached_property
+    def _has_no_brace(self) -> bool:
+        return "{{" not in self.text and "}}" not in self.text
+
+    @functools.cached_property
     def parts(self) -> tuple[str | None, ...]:
         """What is between the dots; None where a field is in it."""
         parts = map(Pattern, self.text.split("."))
@@ -89,7 +93,7 @@ class Pattern:
         """The pattern with some fields filled in; the others stay."""
         if not self.fields:
             return self
-        if "{{" not in self.text and "}}" not in self.text and values.keys() >= self.fields:
+        if self._has_no_brace and values.keys() >= self.fields:  # in C: this runs for each group of each leaf
             return Pattern(_escape(self.text.format_map(values)))
         text = ""
         for literal, field in _parse(self.text):
@@ -168,9 +172,11 @@ def matches(patterns: Iterable[Pattern], names: Collection[str], *, without: str
     for pattern in patterns:
         if pattern.fields <= {without}:
             return [{}]
+        order = sorted(pattern.fields - {without})
         for name in index.candidates(pattern.parts):
             values = pattern.match(name)
             if values is not None:
-                values.pop(without or "", None)
-                found.setdefault(tuple(values[field] for field in sorted(values)), values)
+                key = tuple([values[field] for field in order])
+                if key not in found:
+                    found[key] = {field: values[field] for field in order}
     return list(found.values())

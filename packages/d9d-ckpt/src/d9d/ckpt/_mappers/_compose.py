@@ -81,7 +81,11 @@ class Sequential(Mapper):
 def _checked(mapper: Mapper, groups: Sequence[Group], there: Names, gone: set[str]) -> list[Group]:
     """The groups of a step, those that cannot follow the steps before replaced by faults."""
     taken = {name for group in groups for name in group.inputs}
-    made = set[str]()
+    outputs = [name for group in groups for name in group.outputs]
+    made = set(outputs)
+    if len(made) == len(outputs) and gone.isdisjoint(taken) and not any(n in there for n in made - taken):
+        return list(groups)
+    made.clear()
     checked = []
     for group in groups:
         used = [name for name in group.inputs if name in gone and name not in there]
@@ -95,6 +99,11 @@ def _checked(mapper: Mapper, groups: Sequence[Group], there: Names, gone: set[st
         problems += [f"makes {sorted((*twice, *left))!r}, which exist already"] if twice or left else []
         # it takes what is left, so that nothing else is said of the same names
         inputs = [*(name for name in group.inputs if name not in used), *left]
-        outputs = [name for name in group.outputs if name not in twice]
-        checked.append(Group(inputs, outputs, Fault(f"{mapper!r} {' and '.join(problems)}")))
+        checked.append(
+            Group(
+                inputs,
+                [name for name in group.outputs if name not in twice],
+                Fault(f"{mapper!r} {' and '.join(problems)}"),
+            )
+        )
     return checked

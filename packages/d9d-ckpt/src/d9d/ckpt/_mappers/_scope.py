@@ -77,7 +77,7 @@ def _scoped(group: Group, input_: str, output: str) -> Group:
             if input_ != output:
                 inner.append([_moved(input_ + name, output + name) for name in group.outputs])
             return Group(inputs, outputs, Chain(inner))
-        case Prefix(inner_input, mapper, inner_output):
+        case Prefix(input=inner_input, mapper=mapper, output=inner_output):
             return Group(inputs, outputs, Prefix(input_ + inner_input, mapper, output=output + inner_output))
         case mapper:
             return Group(inputs, outputs, Prefix(input_, mapper, output=output))
