@@ -16,6 +16,7 @@ from typing import Any
 
 import attrs
 
+from ._collector import collector_paused
 from ._dtypes import DTYPES, PACKED
 from ._findings import FileError, Problem, ProblemKind
 from ._parse_json import is_text, parse_json, repeated
@@ -90,13 +91,14 @@ def inspect_header(path: Path) -> Inspection:
         data = file.read(length)
     if len(data) < length:
         return _nothing(nbytes, Problem(ProblemKind.TRUNCATED, "it shrank while it was read"))
-    try:
-        document = parse_json(data)
-    except ValueError as error:
-        return _nothing(nbytes, _malformed(f"the header: {error}"))
-    if not isinstance(document, dict):
-        return _nothing(nbytes, _malformed(f"the header is a {type(document).__name__}, not an object"))
-    return _check(document, base=8 + length, nbytes=nbytes)
+    with collector_paused():
+        try:
+            document = parse_json(data)
+        except ValueError as error:
+            return _nothing(nbytes, _malformed(f"the header: {error}"))
+        if not isinstance(document, dict):
+            return _nothing(nbytes, _malformed(f"the header is a {type(document).__name__}, not an object"))
+        return _check(document, base=8 + length, nbytes=nbytes)
 
 
 def _nothing(nbytes: int, fault: Problem) -> Inspection:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 
+from ._collector import collector_paused
 from ._mapper import Mapper
 from ._names import quote_with_nearest
 from ._planned import Plan
 from ._problems import PlanError
 from ._source import Source
 from ._spec import Region, TensorSpec
-from ._trace import collector_paused, trace
+from ._trace import trace
 
 __all__ = ["Plan", "PlanError", "plan", "trace"]
 

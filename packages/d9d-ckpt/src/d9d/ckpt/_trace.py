@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import re
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Mapping
 
+from ._collector import collector_paused
 from ._mapper import Group, Mapper, bound, by_name
 from ._mappers._chain import infer_known
 from ._name_index import Names
@@ -48,18 +47,6 @@ def _trace(
     unwaived = sorted(unused - _matching(unused, waive), key=natural_key)
     problems += [f"in the source, but neither used nor waived: {name!r}" for name in unwaived]
     return groups, outputs, problems
-
-
-@contextlib.contextmanager
-def collector_paused() -> Generator[None, None, None]:
-    """Without this, a quarter of the time goes into looking for cycles in many small objects that have none."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _matching(names: Collection[str], patterns: Collection[str]) -> set[str]:
