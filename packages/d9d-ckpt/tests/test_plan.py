@@ -157,3 +157,8 @@ def test_prefixes_scope_both_sides():
     mapper = Prefix("model.", Identity(), output="")
     assert plan({"model.a": f32(1)}, mapper, {"a": f32(1)}).groups[0].inputs == ("model.a",)
     assert problems({"a": f32(1)}, mapper, {"a": f32(1)})
+
+
+def test_patterns_do_not_match_names_that_an_earlier_mapper_took():
+    mapper = Sequential(Rename("a.{i}", "b.{i}"), Rename("a.{i}", "c.{i}"), Prefix("a.", Rename("{i}", "d.{i}")))
+    assert plan({"a.0": f32(1)}, mapper, {"b.0": f32(1)}).outputs.keys() == {"b.0"}
