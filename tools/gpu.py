@@ -17,7 +17,10 @@ from workspace import ROOT
 
 WHEELS = ROOT / ".whl"
 # What packages import at run time and GPU images tend to lack.
-MISSING = ("attrs", "cattrs", "rich", "markdown-it-py", "mdurl", "pygments", "typing-extensions")
+MISSING = (
+    *("attrs", "cattrs", "cut-cross-entropy", "rich", "markdown-it-py", "mdurl", "pygments", "typing-extensions"),
+    *("execnet", "pytest-xdist"),  # for the options in pyproject.toml
+)
 SAMPLES = 4
 """Of the card, on each GPU in a step."""
 LAYOUTS = {
@@ -28,7 +31,9 @@ LAYOUTS = {
 
 def wheels() -> None:
     """Fetch the wheels at their locked versions."""
-    exported = _output("uv", "export", "--quiet", "--all-packages", "--no-hashes", "--no-emit-workspace")
+    exported = _output(
+        "uv", "export", "--quiet", "--all-packages", "--no-hashes", "--no-emit-workspace", "--all-extras"
+    )
     pins = [line.split(" ")[0] for line in exported.splitlines() if line.split("==")[0] in MISSING]
     pip = ("uv", "run", "--quiet", "--no-project", "--with", "pip", "python", "-m", "pip")
     _run(*pip, "download", "--quiet", "--no-deps", "--only-binary=:all:", "-d", str(WHEELS), *pins)
@@ -36,11 +41,12 @@ def wheels() -> None:
 
 def test() -> None:
     """Run the gpu tests of all packages."""
-    _python("-m", "pytest", "-q", "-m", "gpu", "--durations", "5")
+    _python("-m", "pytest", "-q", "-n", "0", "-m", "gpu", "--durations", "5")
 
 
 def bench() -> None:
-    """Train the card on one GPU and, under several layouts, on all of them; pipelines; GradientSync's overhead."""
+    """Head and loss; the card on one GPU and, under several layouts, on all of them; pipelines; GradientSync's cost."""
+    _python("tools/bench_head.py")
     _python("tools/bench_gradient_sync.py")
     card = ("--trainer.microbatch", str(SAMPLES), "--trainer.global_batch")
     _python("tools/bench_layouts.py", *card, str(SAMPLES))

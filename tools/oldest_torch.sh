@@ -8,4 +8,4 @@ trap 'rm -rf "$environment"' EXIT
 UV_PROJECT_ENVIRONMENT="$environment" uv sync --quiet
 uv pip install --quiet --python "$environment/bin/python" 'torch==2.11.0'
 # Subprocesses of tests find torchrun and python first on the path.
-PATH="$environment/bin:$PATH" "$environment/bin/python" -m pytest tests-e2e "$@"
+PATH="$environment/bin:$PATH" "$environment/bin/python" -m pytest -n 2 tests-e2e "$@"

@@ -107,8 +107,6 @@ _built: list[LinearCrossEntropy] = []
 """Backends in use."""
 
 
-# Choosing is not for torch.compile to follow; what it does not follow may return a number, but no backend.
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _choose(
     backend: LinearCrossEntropyConfig | str | None, device_type: str, dtype: torch.dtype, features: tuple[str, ...]
 ) -> int:
@@ -118,6 +116,11 @@ def _choose(
     if compute not in _built:
         _built.append(compute)
     return _built.index(compute)
+
+
+# Choosing is not for torch.compile to follow; what it does not follow may return a number, but no backend. This is what
+# torch.compiler.assume_constant_result does, which imports the whole compiler.
+setattr(_choose, "_dynamo_marked_constant", True)  # noqa: B010 - functions have no such attribute, for type checkers
 
 
 def check_operands(
