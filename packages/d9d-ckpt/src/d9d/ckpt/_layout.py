@@ -37,9 +37,12 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
     """The layout of `state`, whose names may differ between ranks; a plain tensor is one piece. Collective.
 
     Raises:
-        ValueError: Ranks disagree on a tensor, or hold only a part of it together.
+        ValueError: Ranks disagree on a tensor, hold only a part of it together, or have one on meta.
     """
     with together(group):
+        absent = [name for name, tensor in state.items() if tensor.is_meta]
+        if absent:  # found out on the way, it would leave other ranks waiting
+            raise ValueError(f"tensors on meta have no data to write: {absent!r}")
         mine = {
             name: (TensorSpec.of(tensor), local_part(name, tensor)[1], tensor.device.type)
             for name, tensor in state.items()
