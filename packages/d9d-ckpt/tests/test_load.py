@@ -189,4 +189,9 @@ def test_tensors_without_memory_of_their_own_are_all_listed(tmp_path):
     plain = torch.zeros(2, 3)
     with pytest.raises(ValueError, match=r"expanded tensors share their memory.*\['b'\]"):
         load(source, Identity(), {"a": plain, "b": torch.zeros(3).expand(2, 3)})
+    with pytest.raises(ValueError, match=r"sparse layout .*\['b'\]"):
+        load(source, Identity(), {"a": plain, "b": torch.zeros(2, 3).to_sparse()})
+    with pytest.raises(ValueError, match=r"sparse layout .*\['b'\]"):
+        export({"a": plain, "b": torch.zeros(2, 3).to_sparse()}, Identity(), tmp_path / "out")
     assert not plain.any()
+    assert not (tmp_path / "out").exists()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._fill import Target, batches_of
-from ._local import local_part
+from ._local import local_part, require_dense
 from ._mapper import Group, Mapper
 from ._plan import plan
 from ._problems import PlanError
@@ -90,18 +90,18 @@ def _batches(source: Source, jobs: Sequence[tuple[Group | None, Target]]) -> Ite
 
 
 def require_memory(tensors: Mapping[str, Tensor]) -> None:
-    """Raises a ValueError that lists the tensors on meta, or else those of which elements share memory."""
+    """Raises a ValueError that lists the tensors on meta, or else sparse ones, or those whose elements share memory."""
     absent = [name for name, tensor in tensors.items() if tensor.is_meta]
     if absent:
         raise ValueError(f"tensors on meta have no memory to load into, call `to_empty` first: {absent!r}")
+    require_dense(tensors)
     expanded = [name for name, tensor in tensors.items() if _is_expanded(tensor)]
     if expanded:
         raise ValueError(f"elements of expanded tensors share their memory, call `contiguous` first: {expanded!r}")
 
 
 def _is_expanded(tensor: Tensor) -> bool:
-    strided = tensor.layout is torch.strided
-    return strided and any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape))
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape))
 
 
 @attrs.frozen
