@@ -460,3 +460,22 @@ def test_convert_under_torchrun(checkpoint, tmp_path):
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("13 tensors, 304 B in 4 file(s)") == 1  # said by one rank
     assert main(["diff", str(checkpoint), str(tmp_path / "out")]) == 0
+
+
+def test_a_manifest_of_others_makes_no_job_checkpoint(checkpoint, tmp_path, call):
+    (checkpoint / "manifest.json").write_text('{"name": "theirs"}')
+    assert call("ls", checkpoint)[0] == 0
+    assert call("verify", checkpoint)[0] == 0
+    assert call("convert", checkpoint, tmp_path / "out", "--copy-files")[0] == 0
+    assert (tmp_path / "out" / "manifest.json").exists()
+    assert call("diff", checkpoint, tmp_path / "out")[0] == 0
+
+
+def test_the_manifest_of_a_job_is_not_copied_into_a_model(tmp_path, call):
+    JobCheckpoints(tmp_path / "job").save(1, {"a": torch.ones(3)}, shared={}, per_rank={})
+    step = tmp_path / "job" / "step-00000001"
+    assert call("convert", step, tmp_path / "out", "--copy-files")[0] == 0
+    assert call("diff", step, tmp_path / "out")[0] == 0
+    code, shown, _ = call("show", step / "rank-00000.safetensors", "shared/a")  # a file of its own
+    assert code == 0
+    assert "rank-00000.safetensors [" in shown

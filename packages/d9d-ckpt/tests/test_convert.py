@@ -2,7 +2,9 @@
 
 import json
 import os
+import resource
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,11 +20,13 @@ from d9d.ckpt import (
     Parallel,
     PlanError,
     Prefix,
+    Region,
     Rename,
     Sequential,
     Stack,
     TensorSpec,
     Tie,
+    Unstack,
     convert,
     export,
     load,
@@ -63,6 +67,10 @@ def read_all(directory):
 
 def contents(directory):
     return {path.name: path.read_bytes() for path in directory.iterdir()}
+
+
+def open_files():
+    return len(list(Path("/proc/self/fd").iterdir()))
 
 
 def test_there_and_back_is_byte_identical(tmp_path):  # case 25
@@ -227,3 +235,56 @@ def test_a_job_checkpoint_becomes_a_model_without_a_trainer(tmp_path):
     with pytest.raises(ChecksumError, match="is damaged: its data in"):
         convert(damaged, undo, tmp_path / "again", waive=["optimizer.*"])
     assert not (tmp_path / "again").exists()
+
+
+def test_more_files_than_a_process_may_have_open(tmp_path):
+    count = 200
+    save_file({"a": torch.randn(count, 4), "b": torch.randn(count, 4)}, tmp_path / "w.safetensors")
+    source = open_checkpoint(tmp_path)
+    mapper = Parallel(*(Unstack(name, f"{{i}}.{name}", count=count) for name in "ab"))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    before = open_files()
+    resource.setrlimit(resource.RLIMIT_NOFILE, (before + 100, hard))
+    try:
+        convert(source, mapper, tmp_path / "converted", max_shard_bytes=32)
+        state = {name: source.read(Region.whole(name, source[name])) for name in source}
+        export(state, mapper, tmp_path / "exported", max_shard_bytes=32)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    assert open_files() == before
+    assert contents(tmp_path / "converted") == contents(tmp_path / "exported")
+    found = read_all(tmp_path / "exported")
+    assert len(contents(tmp_path / "exported")) == count + 1
+    for name in "ab":
+        assert torch.equal(torch.stack([found[f"{i}.{name}"] for i in range(count)]), state[name])
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = open_files()
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, hard))
+    try:
+        with pytest.raises(OSError, match=r"File too large: .*model.safetensors'"):
+            export({"a": torch.ones(10_000)}, Identity(), tmp_path / "out")
+        with pytest.raises(OSError, match=r"File too large: .*config.json'"):
+            export({"a": torch.ones(10)}, Identity(), tmp_path / "out", extra_files={"config.json": "x" * 20_000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert not list(tmp_path.iterdir())
+    assert open_files() == before
+
+
+def test_weights_become_floating_tensors_only(tmp_path):
+    save_file({"a": torch.randn(3)}, tmp_path / "w.safetensors")
+    with pytest.raises(ValueError, match="got torch.int32"):
+        convert(open_checkpoint(tmp_path), Identity(), tmp_path / "out", dtype=torch.int32)
+    with pytest.raises(ValueError, match="got torch.bool"):
+        export({"a": torch.randn(3)}, Identity(), tmp_path / "out", dtype=torch.bool)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_link_to_nowhere_is_a_name_that_is_taken(tmp_path):
+    (tmp_path / "out").symlink_to("nowhere")
+    with pytest.raises(FileExistsError, match="out' exists"):
+        export({"a": torch.ones(3)}, Identity(), tmp_path / "out")
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]

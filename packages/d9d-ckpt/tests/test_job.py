@@ -384,3 +384,15 @@ def test_sigkill_at_random_moments(tmp_path):  # case 33
         assert checkpoint.shared == {"step": last}
         assert checkpoint.per_rank()["rng"].tolist() == [last] * 10
     assert last > 0
+
+
+def test_chunks_that_hide_a_hole_are_damage(tmp_path):
+    save(JobCheckpoints(tmp_path), 1, {"w": torch.ones(2, 3)})
+    path = tmp_path / "step-00000001" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    entry = manifest["tensors"]["w"]
+    entry["shape"] = [4, 3]
+    entry["chunks"] *= 2  # as many elements as the tensor has, the same ones twice
+    path.write_text(json.dumps(manifest))
+    with pytest.raises(ValueError, match="the chunks of 'w' overlap"):
+        Manifest.read(path.parent)

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import attrs
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -14,6 +15,8 @@ from d9d.ckpt import (
     PlanError,
     Region,
     Rename,
+    Reshape,
+    Sequential,
     Source,
     Stack,
     TensorSpec,
@@ -163,3 +166,32 @@ def test_concatenated_inputs_are_read_once():
     load(source, Concatenate(["gate", "up"], "gate_up", sizes=(2, 2)), state)
     assert torch.equal(state["gate_up"], torch.cat([source.tensors["gate"], source.tensors["up"]]))
     assert [region.numel for region in source.regions] == [6, 6]
+
+
+@pytest.mark.parametrize("columns", [slice(2, 6), slice(None, None, 2)])
+def test_a_reshaped_tensor_goes_into_strided_memory(tmp_path, columns):
+    tensor = torch.randn(2, 3, 4)
+    save_file({"a": tensor}, tmp_path / "w.safetensors")
+    around = torch.zeros(6, 8)
+    reshape = Reshape("a", "b", input_shape=(2, 3, 4), output_shape=(6, 4))
+    for mapper in (reshape, Sequential(Rename("a", "c"), attrs.evolve(reshape, input="c"))):
+        around.zero_()
+        load(open_checkpoint(tmp_path), mapper, {"b": around[:, columns]})
+        assert torch.equal(around[:, columns], tensor.reshape(6, 4))
+        assert around.count_nonzero() == tensor.numel()
+
+
+def test_tensors_without_memory_of_their_own_are_all_listed(tmp_path):
+    save_file({"a": torch.ones(2, 3), "b": torch.ones(2, 3)}, tmp_path / "w.safetensors")
+    source = open_checkpoint(tmp_path)
+    with pytest.raises(ValueError, match=r"on meta have no memory .*\['a', 'b'\]"):
+        load(source, Identity(), {name: torch.empty(2, 3, device="meta") for name in "ab"})
+    plain = torch.zeros(2, 3)
+    with pytest.raises(ValueError, match=r"expanded tensors share their memory.*\['b'\]"):
+        load(source, Identity(), {"a": plain, "b": torch.zeros(3).expand(2, 3)})
+    with pytest.raises(ValueError, match=r"sparse layout .*\['b'\]"):
+        load(source, Identity(), {"a": plain, "b": torch.zeros(2, 3).to_sparse()})
+    with pytest.raises(ValueError, match=r"sparse layout .*\['b'\]"):
+        export({"a": plain, "b": torch.zeros(2, 3).to_sparse()}, Identity(), tmp_path / "out")
+    assert not plain.any()
+    assert not (tmp_path / "out").exists()

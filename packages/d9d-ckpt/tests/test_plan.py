@@ -162,3 +162,15 @@ def test_prefixes_scope_both_sides():
 def test_patterns_do_not_match_names_that_an_earlier_mapper_took():
     mapper = Sequential(Rename("a.{i}", "b.{i}"), Rename("a.{i}", "c.{i}"), Prefix("a.", Rename("{i}", "d.{i}")))
     assert plan({"a.0": f32(1)}, mapper, {"b.0": f32(1)}).outputs.keys() == {"b.0"}
+
+
+def test_one_text_is_no_list_of_names():
+    source = {"a": TensorSpec([2], torch.float32), "b": TensorSpec([1], torch.float32)}
+    planned = plan(source, Identity(), source)
+    for call in (
+        lambda: plan(source, Identity("a"), {"a": source["a"]}, waive="b*"),  # the letter * would waive everything
+        lambda: plan(source, Identity(), source, select="ab"),
+        lambda: planned.select("ab"),
+    ):
+        with pytest.raises(TypeError, match="several names are a list"):
+            call()

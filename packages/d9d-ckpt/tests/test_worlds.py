@@ -179,7 +179,9 @@ def test_round_trip_through_any_sharding_is_byte_identical(tmp_path):
 def failing_rank(root: Path, what: str) -> str:
     state = {"w": torch.ones(4)}
     if dist.get_rank() == 2:
-        state["w"] = torch.ones(4) if what == "write" else torch.ones(5)
+        state["w"] = torch.ones(5) if what == "layout" else torch.ones(4)
+        if what == "meta":  # a tensor that only this rank has, and others would wait for
+            state["x"] = torch.ones(4, device="meta")
     original = TensorFileWriter.write
     if what == "write" and dist.get_rank() == 0:
 
@@ -203,7 +205,7 @@ def failing_rank(root: Path, what: str) -> str:
     return "\n".join([*errors, *sorted(path.name for path in root.rglob("*"))])
 
 
-@pytest.mark.parametrize("what", ["write", "layout"])
+@pytest.mark.parametrize("what", ["write", "layout", "meta"])
 def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, what):  # case 33
     first, *others = run_world(4, failing_rank, tmp_path, what)
     for text in (first, *others):
@@ -211,6 +213,9 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, what):  # case 33
         if what == "write":
             prefix = "OSError: " if text is first else "PeerError: rank 0 failed: OSError: "
             assert lines == [f"{prefix}[Errno 28] No space left on device"] * 2 + ["job"]
+        elif what == "meta":
+            assert text.count("tensors on meta have no data to write: ['x']") == 2
+            assert lines[2:] == []
         else:
             assert text.count("'w' is [5] float32 on rank 2, [4] float32 on a lower one") == 2
 

@@ -118,7 +118,7 @@ def _write_shards(
     files: ShardFiles,
     rank: int,
 ) -> None:
-    """Writes all files at the same time, tensor by tensor, in one order on all ranks.
+    """Writes files of all ranks at the same time, tensor by tensor, in one order on all ranks.
 
     Args:
         shards: All files.
@@ -154,8 +154,11 @@ def _write_shards(
 
 
 def _turns(shards: Sequence[Shard]) -> Iterator[tuple[int, str]]:
-    """Owners and names: of each file the first tensor, then of each the second ..., so that all owners have work."""
-    for turn in itertools.zip_longest(*([(shard.owner, name) for name in shard.specs] for shard in shards)):
+    """Owners and names: of each owner's first file the first tensor, then the second ..., so that all have work."""
+    own: dict[int, list[tuple[int, str]]] = {}
+    for shard in shards:
+        own.setdefault(shard.owner, []).extend((shard.owner, name) for name in shard.specs)
+    for turn in itertools.zip_longest(*own.values()):
         yield from filter(None, turn)
 
 

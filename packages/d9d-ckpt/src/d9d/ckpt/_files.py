@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import os
 import zlib
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -52,8 +53,13 @@ class TensorFileWriter:
         """Size of the finished file."""
         self._left = set(specs)
         self._file = path.open("xb", buffering=0)
-        self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
-        self._file.truncate(self.nbytes)
+        try:
+            self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
+            with _naming(path):
+                self._file.truncate(self.nbytes)
+        except BaseException:
+            self._file.close()
+            raise
 
     def write(self, name: str, tensor: Tensor) -> int:
         """Writes a tensor, which may be on any device, and returns the CRC-32 of its bytes.
@@ -66,17 +72,24 @@ class TensorFileWriter:
         # conjugates and negatives may be flags on the memory of others
         tensor = tensor.detach().cpu().resolve_conj().resolve_neg().contiguous()
         view = memory_of(tensor)
+        self._reopen()
         self._file.seek(self._base + self._starts[name])
         self._write_all(view)
         self._left.discard(name)
         return zlib.crc32(view)
 
+    def rest(self) -> None:
+        """Closes the file until more is written: a process may have few open."""
+        self._file.close()
+
+    def _reopen(self) -> None:
+        if self._file.closed:
+            self._file = self.path.open("r+b", buffering=0)
+
     def _write_all(self, data: memoryview) -> None:
-        try:
+        with _naming(self.path):
             while data:  # a single write stops at 2 GiB
                 data = data[self._file.write(data) :]
-        except OSError as error:  # of a full disk, without the file
-            raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def __enter__(self) -> Self:
         return self
@@ -84,6 +97,8 @@ class TensorFileWriter:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if error is None and not self._left:
+            self._reopen()
         with self._file:
             if error is None:
                 if self._left:
@@ -91,9 +106,18 @@ class TensorFileWriter:
                 os.fsync(self._file.fileno())
 
 
+@contextmanager
+def _naming(path: Path) -> Generator[None]:
+    """Says which file it was: errors of a full disk do not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
 def write_text(path: Path, text: str) -> None:
     """Writes a new file and makes it durable."""
-    with path.open("x", encoding="utf-8", newline="") as file:
+    with _naming(path), path.open("x", encoding="utf-8", newline="") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())

@@ -62,9 +62,9 @@ def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -
             continue
         needs = group.mapper.pull(target.want) or ()
         views = functools.partial(input_views, group.mapper, target.want)
-        # looks for views before there is a tensor
-        probe = torch.empty(target.want.shape, dtype=target.dtype, device="meta")
-        if views(probe) is None or len(set(needs)) < len(needs):  # what is wanted twice is read once, and copied
+        # a tensor with strides of its own may have no view of some shape; one to be made is contiguous
+        into = torch.empty(target.want.shape, dtype=target.dtype, device="meta") if target.into is None else target.into
+        if views(into) is None or len(set(needs)) < len(needs):  # what is wanted twice is read once, and copied
             yield _of_copies(source, group, target, list(dict.fromkeys(needs)))
         else:
             yield _in_place(source, target, needs, views)
@@ -84,7 +84,7 @@ def _in_place(
         into = buffer(target.want.shape, target.dtype) if target.into is None else target.into
         values.append(into)
         parts = views(into)
-        assert parts is not None, "there are views of every tensor of the shape, or of none"
+        assert parts is not None, "there were, of a tensor with these strides"
         for region, part in zip(needs, parts, strict=True):
             yield from _fills(source, region, part)
 
@@ -156,6 +156,11 @@ def spec_after(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     """The spec of a tensor once it is cast: only floating tensors of 16 bits or more are.
 
     Smaller ones are quantized: without their scales a cast would make other numbers of them.
+
+    Raises:
+        ValueError: `dtype` is not floating: whole numbers are not what weights are.
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise ValueError(f"floating tensors become another floating dtype, got {dtype}: use Cast for others")
     floating = spec.dtype.is_floating_point and spec.dtype.itemsize > 1
     return spec if dtype is None or not floating else attrs.evolve(spec, dtype=dtype)

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._collective import all_gather, together
-from ._local import local_part
+from ._local import local_part, require_dense
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 
@@ -37,9 +37,14 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
     """The layout of `state`, whose names may differ between ranks; a plain tensor is one piece. Collective.
 
     Raises:
-        ValueError: Ranks disagree on a tensor, or hold only a part of it together.
+        ValueError: Ranks disagree on a tensor, hold only a part of it together, or have one on meta or a sparse one.
     """
     with together(group):
+        # found out on the way, it would leave other ranks waiting
+        absent = [name for name, tensor in state.items() if tensor.is_meta]
+        if absent:
+            raise ValueError(f"tensors on meta have no data to write: {absent!r}")
+        require_dense(state)
         mine = {
             name: (TensorSpec.of(tensor), local_part(name, tensor)[1], tensor.device.type)
             for name, tensor in state.items()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._fill import Target, batches_of
-from ._local import local_part
+from ._local import local_part, require_dense
 from ._mapper import Group, Mapper
 from ._plan import plan
 from ._problems import PlanError
@@ -49,7 +49,7 @@ def load(
     Raises:
         PlanError: The mapper does not make exactly `target`, or `state` is not a part of it; all problems are listed.
         ReadError: A file was cut or changed, or cannot be read. Part of `state` may be filled.
-        ValueError: A tensor has no memory, as it is on meta; all are listed.
+        ValueError: A tensor has no memory, as it is on meta, or less than it has elements; all are listed.
     """
     specs = {name: TensorSpec.of(tensor) for name, tensor in state.items()}
     planned = plan(source, mapper, specs if target is None else target, select=state.keys(), waive=waive)
@@ -73,8 +73,9 @@ def fill_targets(
     source: Source, jobs: Sequence[tuple[Group | None, Target]], *, memory_budget: int, progress: Progress | None
 ) -> None:
     """Fills tensors that are there, by their groups or as they are; of several that are one tensor, the last."""
-    jobs = _of_distinct_memory([(group, target) for group, target in jobs if target.want.numel])
+    jobs = [(group, target) for group, target in jobs if target.want.numel]
     require_memory({target.want.name: target.into for _, target in jobs if target.into is not None})
+    jobs = _of_distinct_memory(jobs)
     settle(target.into for _, target in jobs if target.into is not None)
     batches = [
         batch
@@ -89,10 +90,18 @@ def _batches(source: Source, jobs: Sequence[tuple[Group | None, Target]]) -> Ite
 
 
 def require_memory(tensors: Mapping[str, Tensor]) -> None:
-    """Raises a ValueError that lists the tensors on meta."""
+    """Raises a ValueError that lists the tensors on meta, or else sparse ones, or those whose elements share memory."""
     absent = [name for name, tensor in tensors.items() if tensor.is_meta]
     if absent:
         raise ValueError(f"tensors on meta have no memory to load into, call `to_empty` first: {absent!r}")
+    require_dense(tensors)
+    expanded = [name for name, tensor in tensors.items() if _is_expanded(tensor)]
+    if expanded:
+        raise ValueError(f"elements of expanded tensors share their memory, call `contiguous` first: {expanded!r}")
+
+
+def _is_expanded(tensor: Tensor) -> bool:
+    return any(stride == 0 and length > 1 for stride, length in zip(tensor.stride(), tensor.shape))
 
 
 @attrs.frozen

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -18,6 +19,13 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor; does not import their module, which takes up to 1.7 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def require_dense(tensors: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError that lists the tensors whose elements do not each have a place in memory."""
+    sparse = [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]
+    if sparse:
+        raise ValueError(f"tensors of a sparse layout are neither read nor written, call `to_dense` first: {sparse!r}")
 
 
 def local_part(name: str, tensor: Tensor) -> tuple[Tensor, Region]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -101,6 +102,14 @@ class Manifest:
         return manifest
 
 
+def is_job_directory(directory: Path) -> bool:
+    """Whether a directory is that of a job checkpoint, sound or not: others have a `manifest.json` too."""
+    if not (directory / MANIFEST).exists():
+        return False
+    files = [path.name for path in directory.glob("*.safetensors")]
+    return not files or any(re.fullmatch(r"rank-[0-9]{5,}\.safetensors", file) for file in files)
+
+
 class UnknownFormatError(RuntimeError):
     """A checkpoint was written in a version of the format that is not known here."""
 
@@ -144,7 +153,7 @@ def parse_manifest(data: bytes) -> Manifest:
 
 
 def fault_of_coverage(spec: TensorSpec, chunks: Sequence[Region]) -> Problem | None:
-    """How chunks fail to be all of a tensor; that some overlap is seen only if they are too many together."""
+    """How chunks fail to be all of a tensor, each element once."""
     if any(len(chunk.shape) != len(spec.shape) or len(chunk.offset) != len(spec.shape) for chunk in chunks):
         return Problem(ProblemKind.WRONG_SIZE, f"have other dims than {spec}")
     beyond = any(
@@ -158,6 +167,22 @@ def fault_of_coverage(spec: TensorSpec, chunks: Sequence[Region]) -> Problem | N
     if held != spec.numel:
         kind = ProblemKind.HOLE if held < spec.numel else ProblemKind.OVERLAPPING
         return Problem(kind, f"are not all of {spec}: they have {held} of {spec.numel} elements")
+    pair = _overlap(chunks)  # then others are missing
+    return None if pair is None else Problem(ProblemKind.OVERLAPPING, f"overlap: {pair[0]} and {pair[1]}")
+
+
+def _overlap(regions: Sequence[Region]) -> tuple[Region, Region] | None:
+    """Two regions that overlap. Compares those alone that share an index of the dim with most cuts."""
+    if len(regions) < 2 or not regions[0].shape:
+        return (regions[0], regions[1]) if len(regions) > 1 else None
+    dim = max(range(len(regions[0].shape)), key=lambda dim: len({region.offset[dim] for region in regions}))
+    earlier: list[Region] = []
+    for region in sorted(regions, key=lambda region: region.offset[dim]):
+        earlier = [other for other in earlier if other.offset[dim] + other.shape[dim] > region.offset[dim]]
+        for other in earlier:
+            if region.intersect(other) is not None:
+                return other, region
+        earlier.append(region)
     return None
 
 

@@ -21,6 +21,7 @@ __all__ = [
     "natural_key",
     "quote_with_nearest",
     "require_same_fields",
+    "require_several",
 ]
 
 _QUOTED_WITH_NEAREST = 30
@@ -149,9 +150,14 @@ def as_patterns(texts: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
     Raises:
         TypeError: It is one text, whose letters would be taken for names.
     """
-    if isinstance(texts, str):
-        raise TypeError(f"several names are a list, got the text {texts!r}")
+    require_several(texts)
     return tuple(map(as_pattern, texts))
+
+
+def require_several(names: object) -> None:
+    """Raises a TypeError if one text takes the place of a list of names: its letters would be taken for names."""
+    if isinstance(names, str):
+        raise TypeError(f"several names are a list, got the text {names!r}")
 
 
 def require_same_fields(*patterns: Pattern) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 
 from ._collector import collector_paused
 from ._mapper import Mapper
-from ._names import quote_with_nearest
+from ._names import quote_with_nearest, require_several
 from ._planned import Plan
 from ._problems import PlanError
 from ._source import Source
@@ -37,6 +37,7 @@ def plan(
     Raises:
         PlanError: With all that is wrong.
     """
+    require_several(select)
     with collector_paused():
         return _plan(source, mapper, target, select, waive)
 

@@ -10,7 +10,7 @@ import attrs
 
 from ._explain import explain
 from ._mapper import Group
-from ._names import natural_key, quote_with_nearest
+from ._names import natural_key, quote_with_nearest, require_several
 from ._picture import Picture
 from ._problems import PlanError
 from ._spec import Region, TensorSpec
@@ -54,6 +54,7 @@ class Plan:
         Raises:
             PlanError: A name is none of an output, or a region is not within it.
         """
+        require_several(want)
         wants: dict[str, list[Region]] = {}
         unknown: set[str] = set()
         problems: list[str] = []

@@ -30,19 +30,19 @@ def published(directory: Path, group: ProcessGroup | None) -> Generator[Path]:
     partial = directory.with_name(f".{directory.name}{PARTIAL}")
     with together(group):
         if rank_of(group) == 0:
-            if directory.exists():
+            if directory.exists() or directory.is_symlink():  # though it lead nowhere
                 raise FileExistsError(f"{str(directory)!r} exists: remove it or choose another name")
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)
     try:
         yield partial
+        with together(group):
+            if rank_of(group) == 0:
+                sync_directory(partial)
+                os.rename(partial, directory)  # noqa: PTH104  # Path.rename is the same call; this one says what it is
+                sync_directory(directory.parent)
     except Exception:
         if rank_of(group) == 0:
             shutil.rmtree(partial, ignore_errors=True)
         raise
-    with together(group):
-        if rank_of(group) == 0:
-            sync_directory(partial)
-            os.rename(partial, directory)  # noqa: PTH104  # Path.rename is the same call; this one says what it is
-            sync_directory(directory.parent)

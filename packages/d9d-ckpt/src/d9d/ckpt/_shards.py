@@ -13,11 +13,14 @@ from torch import Tensor
 
 from ._files import TensorFileWriter
 from ._index import fault_of_file_name
+from ._manifest import MANIFEST, is_job_directory
 from ._names import natural_key
 from ._spec import TensorSpec
 
 INDEX = "model.safetensors.index.json"
 MAX_SHARD_BYTES = 5 << 30
+_MAX_OPEN = 64
+"""Files open at a time; systems allow a process 256 or 1024."""
 _COPIED = {".json", ".txt", ".model", ".jinja", ".py", ".tiktoken", ".vocab", ".spm", ".yaml", ".yml"}
 _COPIED_STEMS = {"LICENSE", "NOTICE"}
 
@@ -104,7 +107,10 @@ class ShardFiles:
         shard = self._shards[name]
         if shard.file not in self._open:
             self._open[shard.file] = TensorFileWriter(self._directory / shard.file, shard.specs)
-        writer = self._open[shard.file]
+        writer = self._open.pop(shard.file)
+        self._open[shard.file] = writer  # last, as the last used
+        if len(self._open) > _MAX_OPEN:
+            list(self._open.values())[-1 - _MAX_OPEN].rest()
         writer.write(name, tensor)
         self._left[shard.file] -= 1
         if not self._left[shard.file]:
@@ -130,7 +136,7 @@ def companions(directory: Path) -> list[Path]:
     """What lies beside the weights of a model and belongs to it: config, tokenizer, templates, code, license.
 
     These are the files whose suffix is one of .json, .txt, .model, .jinja, .py, .tiktoken, .vocab, .spm, .yaml and
-    .yml, and LICENSE and NOTICE; without indexes of weights, hidden files and directories.
+    .yml, and LICENSE and NOTICE; without indexes of weights, the manifest of a job, hidden files and directories.
 
     Raises:
         FileNotFoundError: There is no such directory.
@@ -141,6 +147,7 @@ def companions(directory: Path) -> list[Path]:
         if (path.suffix in _COPIED or path.stem in _COPIED_STEMS)
         and not path.name.startswith(".")
         and not path.name.endswith(".index.json")
+        and not (path.name == MANIFEST and is_job_directory(directory))
         and path.is_file()
     ]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from ._manifest import MANIFEST
+from ._manifest import MANIFEST, is_job_directory
 from ._report import Report
 from ._verify_files import verify_files
 from ._verify_job import verify_job
@@ -28,6 +28,6 @@ def verify(path: str | PathLike[str], *, values: bool = False, contents: bool = 
     path = Path(path)
     if path.name == MANIFEST:
         path = path.parent
-    if (path / MANIFEST).exists():
+    if is_job_directory(path):
         return verify_job(path, values=values, contents=contents)
     return verify_files(path, values=values, contents=contents)

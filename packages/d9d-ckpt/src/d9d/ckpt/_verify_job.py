@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import attrs
@@ -16,7 +16,7 @@ from ._header import Entry, Header, inspect_header
 from ._manifest import MANIFEST, Manifest, Stored, UnknownFormatError, fault_of_coverage, parse_manifest
 from ._names import natural_key
 from ._report import Report
-from ._spec import Region, TensorSpec
+from ._spec import TensorSpec
 from ._verify_data import Data, check_data
 
 
@@ -73,21 +73,6 @@ def _faults_of_coverage(manifest: Manifest) -> Iterator[Problem]:
         fault = fault_of_coverage(spec, regions)
         if fault is not None:
             yield attrs.evolve(fault, text=f"the chunks of {name!r} {fault.text}", file=MANIFEST)
-        elif (pair := _overlap(regions)) is not None:
-            yield Problem(ProblemKind.OVERLAPPING, f"chunks of {name!r} overlap: {pair[0]} and {pair[1]}", MANIFEST)
-
-
-def _overlap(regions: Sequence[Region]) -> tuple[Region, Region] | None:
-    """Two regions that overlap. Compares those alone that share an index of the first dim: shards are cut there."""
-    earlier: list[Region] = []
-    for region in sorted(regions, key=lambda region: region.offset):
-        if region.shape:
-            earlier = [other for other in earlier if other.offset[0] + other.shape[0] > region.offset[0]]
-        for other in earlier:
-            if region.intersect(other) is not None:
-                return other, region
-        earlier.append(region)
-    return None
 
 
 def _inspect_files(directory: Path, manifest: Manifest, named: set[str]) -> tuple[Mapping[str, Header], list[Problem]]:

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 from .._dtypes import DTYPE_NAMES
 from .._header import read_header
-from .._manifest import MANIFEST, Manifest
+from .._job_read import JobSource
+from .._manifest import Manifest
 from .._names import quote_with_nearest
 from .._source import Source
 from .._tiles import tiles
@@ -58,7 +59,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _places(path: Path, source: Source, name: str) -> Iterator[str]:
     """Where the bytes of a tensor are."""
     directory = directory_of(path)
-    if (directory / MANIFEST).exists():
+    if isinstance(source, JobSource):
         for stored in Manifest.read(directory).stored[name]:
             stops = [start + length for start, length in zip(stored.region.offset, stored.region.shape)]
             entry = read_header(directory / stored.file).entries[stored.key]
