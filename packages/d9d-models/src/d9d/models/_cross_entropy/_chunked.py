@@ -82,9 +82,9 @@ class _Gradient(torch.autograd.Function):
         return torch.zeros_like(like)
 
     @staticmethod
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
-        factor = factor.view(1)  # a number of no dims would be rounded to the dtype of the gradient
+        factor = factors[0].view(1)  # a number of no dims would be rounded to the dtype of the gradient
         if torch.compiler.is_compiling():
             return (gradient * factor).to(ctx.dtype), None, None
         if torch.is_grad_enabled():  # nothing else would tell that this gradient is a constant to autograd
