@@ -67,6 +67,17 @@ def test_a_segmented_embedding_is_one_embedding_and_may_be_the_head():
         head.tie(SegmentedTokenEmbedding({"x": 10}, 4))
 
 
+@pytest.mark.parametrize("wrong", [-1, 10])
+def test_ids_of_no_segment_are_refused(wrong):
+    with pytest.raises(IndexError):
+        SegmentedTokenEmbedding(SEGMENTS, 4)(torch.tensor([0, wrong]))
+
+
+def test_labels_of_another_shape_are_refused():
+    with pytest.raises(ValueError, match=r"logits \(2, 5, 3\) need labels \(2, 5\), got \(5, 2\)"):
+        TokenClassificationHead(4, 3)(torch.randn(2, 5, 4), torch.zeros(5, 2).long())
+
+
 def test_scores_and_loss_of_a_head_are_capped_alike():
     config = HeadConfig(soft_cap=2.0, z_loss=0.1, label_smoothing=0.2, max_logits_bytes=100)
     head = LanguageModelingHead(4, 9, config=config)

@@ -10,7 +10,8 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch._dynamo.testing import CompileCounter
+from torch._dynamo.testing import CompileCounter, CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d.mesh.testing import run_world
@@ -315,6 +316,7 @@ def test_one_token_needs_no_batch():
         ({"token_weights": torch.ones(2)}, r"token_weights are \(2,\), labels \(2, 3\)"),
         ({"labels": torch.full((2, 3), 5)}, r"the label 5 is none of 5 classes, nor ignored \(-100\)"),
         ({"labels": torch.full((2, 3), -1)}, r"the label -1 is none of 5 classes"),
+        ({"labels": torch.zeros(2, 3)}, "labels are torch.float32: give them as int64 or int32"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and less than 1"),
         ({"z_loss": -1.0}, "z_loss=-1.0 must not be negative"),
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be greater than 0"),
@@ -375,6 +377,131 @@ def test_cut_cross_entropy_is_called_as_its_version_wants(monkeypatch, version, 
     )
     torch.testing.assert_close(loss.sum, weighted_sum(oracle(sample), sample), check_dtype=False)
     assert called.settings == settings
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_upstream_gradient_is_not_rounded_to_the_dtype(dtype):
+    sample = case((64,), 50, ignored=0.0).as_dtype(dtype)
+    loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
+    unscaled = torch.autograd.grad(loss, sample.operands, retain_graph=True)
+    for factor in (1 + 0.49 * torch.finfo(dtype).eps, 1e-3):  # at best in the middle of two numbers of the dtype
+        wanted = (unscaled[0].float() * factor).to(dtype)
+        for keeps in (True, False):  # the second time in place
+            loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
+            [found] = torch.autograd.grad(loss * factor, [sample.hidden], retain_graph=keeps)
+            assert torch.equal(found, wanted)
+
+
+def test_a_loss_scale_beyond_fp16_is_one():
+    sample = case((64,), 50).as_dtype(torch.float16)
+    loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels)
+    mean = loss.sum / loss.weight / 100
+    found = torch.autograd.grad(mean * 2.0**16 * 10, sample.operands)
+    assert all(gradient.isfinite().all() for gradient in found)
+
+
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}])
+@pytest.mark.parametrize("ignored", [0.5, 1.0])
+def test_what_is_ignored_poisons_nothing(value, options, ignored):  # case 7
+    sample = case((20,), 7, bias=True, ignored=ignored)
+    clean = [
+        torch.autograd.grad(
+            f(sample.hidden, sample.weight, sample.labels, bias_V=sample.bias, **options), sample.operands
+        )
+        for f in (summed, each_summed)
+    ]
+    with torch.no_grad():
+        sample.hidden[sample.labels == -100] = value
+    for f, wanted in zip((summed, each_summed), clean):
+        loss = f(sample.hidden, sample.weight, sample.labels, bias_V=sample.bias, **options)
+        assert loss.isfinite()
+        torch.testing.assert_close(torch.autograd.grad(loss, sample.operands), wanted)
+
+
+def summed(*args, **kwargs):
+    return linear_cross_entropy(*args, **kwargs).sum
+
+
+def each_summed(*args, **kwargs):
+    return token_cross_entropy(*args, **kwargs).sum()
+
+
+@pytest.mark.parametrize("function", [summed, each_summed])
+def test_a_second_derivative_is_refused(function):
+    sample = case((5,), 7)
+    loss = function(sample.hidden, sample.weight, sample.labels)
+    with pytest.raises(RuntimeError, match=r"no second derivative|no autograd formula"):
+        sum(x.square().sum() for x in torch.autograd.grad(loss, sample.operands, create_graph=True)).backward()
+
+
+def test_a_class_that_cannot_be_adds_nothing_to_an_entropy():
+    sample = case((5,), 7, bias=True)
+    with torch.no_grad():
+        sample.bias[-1] = -torch.inf
+    found = token_entropies(sample.hidden, sample.weight, bias_V=sample.bias).sum()
+    wanted = token_entropies(sample.hidden, sample.weight[:-1], bias_V=sample.bias[:-1]).sum()
+    torch.testing.assert_close(found, wanted)
+    pairs = (torch.autograd.grad(x, sample.operands) for x in (found, wanted))
+    torch.testing.assert_close(*pairs)
+
+
+def test_weights_are_shifted_with_their_labels():
+    sample = case((2, 6), 9, weighted=True)
+    found = linear_cross_entropy(
+        sample.hidden, sample.weight, sample.labels, token_weights=sample.token_weights, shift=True
+    )
+    wanted = linear_cross_entropy(
+        sample.hidden[:, :-1], sample.weight, sample.labels[:, 1:], token_weights=sample.token_weights[:, 1:]
+    )
+    torch.testing.assert_close(found.sum, wanted.sum)
+    torch.testing.assert_close(found.weight, wanted.weight)
+    with pytest.raises(ValueError, match="shift=True needs labels of at least one dim"):
+        linear_cross_entropy(sample.hidden[0, 0], sample.weight, sample.labels[0, 0], shift=True)
+
+
+def test_fake_tensors_pass():
+    with FakeTensorMode():
+        sample = case((5,), 7)
+        linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum.backward()
+        token_log_probs(sample.hidden, sample.weight, sample.labels).sum().backward()
+        assert top_k_log_probs(sample.hidden, sample.weight, 2).classes.shape == (5, 2)
+
+
+def test_token_functions_compile_to_one_graph_over_token_counts():
+    def score(hidden, weight, labels, bias):
+        losses = token_cross_entropy(hidden * 2, weight, labels, bias_V=bias, label_smoothing=0.1, z_loss=1e-2)
+        best = top_k_log_probs(hidden, weight, 3)
+        return (losses * best.log_probs[:, 0]).sum() + token_entropies(hidden, weight, soft_cap=3.0).sum()
+
+    torch._dynamo.reset()
+    frames = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(score, fullgraph=True, backend=frames, dynamic=True)
+    for tokens in (5, 8, 13, 21, 34):
+        sample = case((tokens,), 11, bias=True)
+        arguments = (sample.hidden, sample.weight, sample.labels, sample.bias)
+        found, expected = compiled(*arguments), score(*arguments)
+        torch.testing.assert_close(found, expected)
+        pairs = (torch.autograd.grad(x, sample.operands) for x in (found, expected))
+        torch.testing.assert_close(*pairs)
+    assert frames.frame_count <= 2  # torch 2.11 compiles a second time, and then no more
+
+
+def test_compiles_with_settings_of_a_backend_and_a_weight_that_is_transposed(monkeypatch):
+    asked = []
+    build = TorchLinearCrossEntropyConfig.build
+    monkeypatch.setattr(TorchLinearCrossEntropyConfig, "build", lambda self: asked.append(self) or build(self))
+    sample = case((5,), 7)
+    weight = sample.weight.detach().T.contiguous().T.requires_grad_()
+    torch._dynamo.reset()
+    compiled = torch.compile(summed, fullgraph=True, backend="aot_eager")
+    first, second = TorchLinearCrossEntropyConfig(), TorchLinearCrossEntropyConfig()
+    for config in (first, second, first):
+        found = compiled(sample.hidden, weight, sample.labels, backend=config)
+        [gradient] = torch.autograd.grad(found, [weight])
+        torch.testing.assert_close(gradient, torch.autograd.grad(oracle(sample).sum(), [sample.weight])[0])
+    assert any(config is first for config in asked)
+    assert any(config is second for config in asked)  # not the graph of the first
 
 
 def test_compiles_to_one_graph_without_recompilation_over_token_counts():

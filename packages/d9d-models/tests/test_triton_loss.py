@@ -98,6 +98,15 @@ def test_rows_beyond_two_to_the_31_elements_are_right():  # case 24
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_a_label_of_no_class_is_seen_on_a_gpu(backend):
+    hidden, weight, _, labels, _ = draw(64, 37, 16)
+    labels[1] = 37
+    assert linear_cross_entropy(hidden, weight, labels, backend=backend).sum.isnan()
+    assert token_cross_entropy(hidden, weight, labels).isnan().nonzero().tolist() == [[1]]
+
+
+@pytest.mark.gpu
 def test_the_host_never_waits():
     hidden, weight, bias, labels, weights = draw()
 

@@ -37,4 +37,13 @@ for (rows, columns), chosen, weighted, shard, with_gradient in CASES:
     if with_gradient:
         assert in_place.data_ptr() == logits.data_ptr()
         torch.testing.assert_close(in_place.double(), gradient, rtol=1e-5, atol=1e-6)
+logits = torch.randn(3, 37)
+logits[:, :20] = -torch.inf  # the first block has no class that can be
+found, in_place = _triton.triton_chunk_loss(
+    logits.clone(), torch.full((3,), 30), None, options=LossOptions(), shard=None, with_gradient=True
+)
+torch.testing.assert_close(
+    found.double(), torch.nn.functional.cross_entropy(logits, torch.full((3,), 30), reduction="none").double()
+)
+assert in_place.isfinite().all()
 print("right")  # noqa: T201

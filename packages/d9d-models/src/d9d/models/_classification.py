@@ -78,6 +78,10 @@ class SequenceClassificationHead(nn.Module):
 def _classify(logits: Tensor, labels: Tensor | None) -> ClassificationOutput:
     if labels is None:
         return ClassificationOutput(logits=logits)
+    if labels.shape != logits.shape[:-1]:
+        raise ValueError(
+            f"logits {tuple(logits.shape)} need labels {tuple(logits.shape[:-1])}, got {tuple(labels.shape)}"
+        )
     wide = logits if logits.dtype.itemsize > 4 else logits.float()
     total = F.cross_entropy(wide.flatten(0, -2), labels.flatten(), ignore_index=IGNORED, reduction="sum")
     return ClassificationOutput(logits=logits, loss=LossSum(total, (labels != IGNORED).sum()))

@@ -159,11 +159,15 @@ class SegmentedTokenEmbedding(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         """(..., H) for ids (...)."""
-        start = 0
+        start, last = 0, len(self.segments) - 1
         found: Tensor | None = None
-        for segment in self.segments.values():
+        for index, segment in enumerate(self.segments.values()):
             assert isinstance(segment, TokenEmbedding)
-            is_here = (ids >= start) & (ids < start + segment.num_embeddings)
+            is_here = torch.ones_like(ids, dtype=torch.bool)
+            if index > 0:  # the first and the last segment get the ids that are in none, and refuse them
+                is_here &= ids >= start
+            if index < last:
+                is_here &= ids < start + segment.num_embeddings
             rows = segment((ids - start).where(is_here, 0)) * is_here[..., None]
             found = rows if found is None else found + rows
             start += segment.num_embeddings

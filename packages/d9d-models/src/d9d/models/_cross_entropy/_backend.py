@@ -1,7 +1,8 @@
 """Backends of the summed loss, and the choice of one."""
 
 import abc
-from typing import ClassVar, Protocol
+from collections.abc import Callable
+from typing import ClassVar, Protocol, TypeVar
 
 import attrs
 import torch
@@ -11,6 +12,8 @@ from d9d.moe import BackendConfig, Registry
 
 from ._options import LossOptions
 from ._vocabulary import VocabularyShard
+
+FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
 
 
 class LinearCrossEntropy(Protocol):
@@ -63,6 +66,12 @@ class LossCapabilities:
     """What it can."""
 
 
+def _constant(function: FunctionT) -> FunctionT:
+    """Do as `torch.compiler.assume_constant_result`, without importing the whole compiler."""
+    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010 - to type checkers functions have no such attribute
+    return function
+
+
 class LinearCrossEntropyConfig(BackendConfig[LinearCrossEntropyNeed]):
     """Base of the backends' settings; register a subclass with ``linear_cross_entropy_backends.register``."""
 
@@ -72,6 +81,18 @@ class LinearCrossEntropyConfig(BackendConfig[LinearCrossEntropyNeed]):
     @abc.abstractmethod
     def build(self) -> LinearCrossEntropy:
         """Make the backend."""
+
+    # Choosing is not for torch.compile to follow; what it does not follow may return a number, but no backend. It takes
+    # plain values as arguments, and a configuration only as the one whose method this is.
+    @_constant
+    def index_if_fit(self, identity: int, device_type: str, dtype: torch.dtype, features: tuple[str, ...]) -> int:
+        """The index in `built` of what this builds; ``identity`` is its id, which torch.compile then guards.
+
+        Raises:
+            ValueError: It cannot do what is asked of it.
+        """
+        assert identity == id(self)
+        return _index(self, device_type, dtype, features)
 
     def refusal(self, need: LinearCrossEntropyNeed) -> str | None:
         """Say what of the need the capability table does not cover."""
@@ -89,3 +110,23 @@ linear_cross_entropy_backends: Registry[LinearCrossEntropyConfig, LinearCrossEnt
     "linear cross-entropy backend", env="D9D_LINEAR_CE_BACKEND"
 )
 """Losses by kind; ``choose`` picks one."""
+
+
+built: list[LinearCrossEntropy] = []
+"""Backends in use."""
+
+
+@_constant
+def index_of(kind: str | None, device_type: str, dtype: torch.dtype, features: tuple[str, ...]) -> int:
+    """The index in `built` of the backend of a kind, or of the one that is chosen."""
+    return _index(kind, device_type, dtype, features)
+
+
+def _index(
+    asked: LinearCrossEntropyConfig | str | None, device_type: str, dtype: torch.dtype, features: tuple[str, ...]
+) -> int:
+    need = LinearCrossEntropyNeed(device_type=device_type, dtype=dtype, features=frozenset(features))
+    backend = linear_cross_entropy_backends.choose(asked, need).config.build()
+    if backend not in built:
+        built.append(backend)
+    return built.index(backend)

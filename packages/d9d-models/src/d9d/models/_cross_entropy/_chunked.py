@@ -5,21 +5,16 @@ from typing import Any
 
 import attrs
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._labels import check_labels
 from ._options import LossOptions
 from ._products import wide
-from ._three_products import ChunkLoss, Precision, sum_and_gradients
-from ._vocabulary import VocabularyShard
+from ._three_products import ChunkLoss, Precision, rows_within, sum_and_gradients
+from ._vocabulary import VocabularyShard, plain
 
 CHUNK_LOSSES: dict[str, Callable[[], ChunkLoss]] = {}
 """By the name under which the operator finds them: its arguments are tensors and plain values. Called to load one."""
-
-
-ALIGNMENT = 256
-"""Chunks are multiples of so many tokens, where memory allows for that: tiles of a matrix product."""
 
 
 @attrs.frozen(kw_only=True)
@@ -50,10 +45,6 @@ class ChunkedLinearCrossEntropy:
         """Make the sum and its gradients, and hand the gradients out in backward."""
         exact = wide(hidden_NH.dtype)
         logits_dtype = hidden_NH.dtype if self.rounds_logits else exact
-        classes = weight_VH.shape[0] if shard is None else shard.length  # as many chunks on all ranks
-        chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
-        if chunk > ALIGNMENT:
-            chunk -= chunk % ALIGNMENT
         operands = (hidden_NH, weight_VH, bias_V)
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
         made = _linear_cross_entropy(
@@ -66,9 +57,8 @@ class ChunkedLinearCrossEntropy:
             options.label_smoothing,
             options.z_loss,
             options.soft_cap,
-            None if shard is None else shard.group.group_name,
-            0 if shard is None else shard.total,
-            chunk,
+            *plain(shard),
+            rows_within(max_logits_bytes, weight_VH, shard, logits_dtype),
             needs,
             self.chunk_loss,
             logits_dtype,
@@ -92,19 +82,24 @@ class _Gradient(torch.autograd.Function):
         return torch.zeros_like(like)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, factor: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
         (gradient,) = ctx.saved_tensors
+        factor = factors[0].view(1)  # a number of no dims would be rounded to the dtype of the gradient
+        if torch.compiler.is_compiling():
+            return (gradient * factor).to(ctx.dtype), None, None
+        if torch.is_grad_enabled():  # nothing else would tell that this gradient is a constant to autograd
+            raise RuntimeError(
+                "linear_cross_entropy has no second derivative, and create_graph=True asks for one: "
+                "leave it out, or take torch.nn.functional.cross_entropy of all logits"
+            )
         if gradient.dtype == ctx.dtype and _is_last_backward():
             return gradient.mul_(factor), None, None  # there may be no memory for another
         made = torch.empty_like(gradient, dtype=ctx.dtype)
-        return torch.mul(gradient, factor.to(gradient.dtype), out=made), None, None
+        return torch.mul(gradient, factor, out=made), None, None
 
 
 def _is_last_backward() -> bool:
     """Whether autograd frees the graph as it goes, so that nobody will read saved tensors again."""
-    if torch.compiler.is_compiling():
-        return False
     engine: Any = torch._C  # noqa: SLF001 - it tells nobody else
     return not engine._autograd._get_current_graph_task_keep_graph()  # noqa: SLF001
 
@@ -129,10 +124,8 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
     logits_dtype: torch.dtype,
     weight_gradient_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    shard = None
-    if group_name is not None:
-        group_of: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001 - as functional collectives do
-        shard = VocabularyShard(group_of(group_name), classes)
+    shard = VocabularyShard.of(group_name, classes)
+    wrong_N = check_labels(labels_N, len(weight_VH) if shard is None else classes, ignore_index)
     made = sum_and_gradients(
         hidden_NH,
         weight_VH,
@@ -151,7 +144,7 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
     gradients = (made.hidden_NH, made.weight_VH, made.bias_V)
     absent = hidden_NH.new_empty(0)
     of_hidden, of_weight, of_bias = (absent.clone() if gradient is None else gradient for gradient in gradients)
-    return made.total, of_hidden, of_weight, of_bias
+    return made.total.masked_fill_(wrong_N.any(), torch.nan), of_hidden, of_weight, of_bias
 
 
 @_linear_cross_entropy.register_fake

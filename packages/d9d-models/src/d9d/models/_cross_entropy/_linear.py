@@ -7,10 +7,9 @@ from torch import Tensor
 from d9d.parallel import LossSum
 
 from ._backend import (
-    LinearCrossEntropy,
     LinearCrossEntropyConfig,
-    LinearCrossEntropyNeed,
-    linear_cross_entropy_backends,
+    built,
+    index_of,
 )
 from ._options import LossOptions
 from ._products import wide, without_autocast
@@ -48,9 +47,9 @@ def linear_cross_entropy(
     Args:
         hidden: (..., H).
         weight_VH: (V, H), of the same dtype.
-        labels: (...), int64; class of each token, or ``ignore_index``.
+        labels: (...), int64 or int32; class of each token, or ``ignore_index``.
         bias_V: (V,), added to the logits.
-        token_weights: (...), factors of the tokens' losses, without gradient.
+        token_weights: (...), a factor for the loss of each label, with which it is shifted; without gradient.
         ignore_index: Tokens with this label add neither loss nor weight.
         label_smoothing: Share of the target that is spread evenly over the vocabulary.
         z_loss: Factor of ``logsumexp(logits)²``, which is added to the loss of each token.
@@ -74,7 +73,10 @@ def linear_cross_entropy(
     if token_weights is not None and token_weights.shape != labels.shape:
         raise ValueError(f"token_weights are {tuple(token_weights.shape)}, labels {tuple(labels.shape)}: give each one")
     if shift:
+        if not labels.ndim:
+            raise ValueError("shift=True needs labels of at least one dim, along which a token follows another")
         labels = F.pad(labels[..., 1:], (0, 1), value=ignore_index)
+        token_weights = None if token_weights is None else F.pad(token_weights[..., 1:], (0, 1))
     features = {
         "bias": bias_V is not None,
         "label_smoothing": bool(label_smoothing),
@@ -84,9 +86,14 @@ def linear_cross_entropy(
         "vocabulary_shard": shard is not None,
     }
     asked = tuple(name for name, is_asked in features.items() if is_asked)
-    compute = _built[_choose(backend, hidden.device.type, hidden.dtype, asked)]
+    need = (hidden.device.type, hidden.dtype, asked)
+    index = (
+        backend.index_if_fit(id(backend), *need)
+        if isinstance(backend, LinearCrossEntropyConfig)
+        else index_of(backend, *need)
+    )
+    compute = built[index]
     labels_N = labels.flatten()
-    check_labels(labels_N, weight_VH.shape[0] if shard is None else shard.total, ignore_index)
     kept = labels_N != ignore_index
     weights_N = None if token_weights is None else token_weights.detach().flatten().to(wide(hidden.dtype))
     with without_autocast(hidden.device.type):
@@ -103,35 +110,18 @@ def linear_cross_entropy(
     return LossSum(total, kept.sum() if weights_N is None else weights_N.double().where(kept, 0.0).sum())
 
 
-_built: list[LinearCrossEntropy] = []
-"""Backends in use."""
-
-
-def _choose(
-    backend: LinearCrossEntropyConfig | str | None, device_type: str, dtype: torch.dtype, features: tuple[str, ...]
-) -> int:
-    """The index in `_built` of the backend to use."""
-    need = LinearCrossEntropyNeed(device_type=device_type, dtype=dtype, features=frozenset(features))
-    compute = linear_cross_entropy_backends.choose(backend, need).config.build()
-    if compute not in _built:
-        _built.append(compute)
-    return _built.index(compute)
-
-
-# Choosing is not for torch.compile to follow; what it does not follow may return a number, but no backend. This is what
-# torch.compiler.assume_constant_result does, which imports the whole compiler.
-setattr(_choose, "_dynamo_marked_constant", True)  # noqa: B010 - functions have no such attribute, for type checkers
-
-
 def check_operands(
-    hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels: Tensor, shard: VocabularyShard | None
+    hidden: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels: Tensor | None, shard: VocabularyShard | None
 ) -> None:
     """Raise a ValueError that names what does not go together."""
-    if hidden.shape[:-1] != labels.shape or hidden.shape[-1] != weight_VH.shape[-1]:
+    labels_shape = hidden.shape[:-1] if labels is None else labels.shape
+    if hidden.shape[:-1] != labels_shape or hidden.shape[-1:] != weight_VH.shape[1:]:
         raise ValueError(
             f"hidden of shape {tuple(hidden.shape)} needs labels {tuple(hidden.shape[:-1])} and a weight (V, "
-            f"{hidden.shape[-1]}), got labels {tuple(labels.shape)} and a weight {tuple(weight_VH.shape)}"
+            f"{hidden.shape[-1]}), got labels {tuple(labels_shape)} and a weight {tuple(weight_VH.shape)}"
         )
+    if labels is not None and labels.dtype not in {torch.int64, torch.int32}:
+        raise ValueError(f"labels are {labels.dtype}: give them as int64 or int32")
     if hidden.dtype != weight_VH.dtype:
         raise ValueError(f"hidden is {hidden.dtype} and the weight is {weight_VH.dtype}: cast one to the other's dtype")
     if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
@@ -141,11 +131,3 @@ def check_operands(
             f"rank {shard.group.rank()} of {shard.group.size()} holds {shard.held} of {shard.total} classes, "
             f"got a weight of {weight_VH.shape[0]}"
         )
-
-
-def check_labels(labels_N: Tensor, classes: int, ignore_index: int) -> None:
-    """Raise a ValueError if a label on the CPU is no class. On a GPU the host would have to wait: nobody looks."""
-    if labels_N.is_cpu and not torch.compiler.is_compiling():
-        wrong = labels_N[(labels_N != ignore_index) & ((labels_N < 0) | (labels_N >= classes))]
-        if len(wrong):
-            raise ValueError(f"the label {wrong[0].item()} is none of {classes} classes, nor ignored ({ignore_index})")

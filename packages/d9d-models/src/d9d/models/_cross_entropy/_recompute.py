@@ -1,52 +1,51 @@
 """Scores of single tokens, whose gradients wait for backward: four matrix products, with logits made twice.
 
+Two operators, forward and backward, opaque to torch.compile: see `_chunked`.
+
 Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
 """
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from ._labels import check_labels, counted, without_uncounted
+from ._options import LossOptions
 from ._products import add_product_, multiply, wide, without_autocast
+from ._scores import Entropy, Loss, TokenScore
 from ._softmax import cap_, cap_slope
-from ._three_products import chunks
-from ._vocabulary import VocabularyShard
-
-
-class TokenScore(Protocol):
-    """A number for each token that depends on its logits."""
-
-    @property
-    def soft_cap(self) -> float | None:
-        """Of the logits that the methods are given, which are capped already."""
-        ...
-
-    def score(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        """The scores of these rows of all tokens, (C,), and what `gradient_` will want to know again, (C, any)."""
-        ...
-
-    def gradient_(self, logits_CV: Tensor, rows: slice, known: Tensor, upstream_C: Tensor) -> Tensor:
-        """In place of the logits, the gradient of the sum of scores times upstream, with respect to capped logits."""
-        ...
+from ._three_products import chunks, rows_within
+from ._vocabulary import VocabularyShard, plain
 
 
 def scores(
     hidden: Tensor,
     weight_VH: Tensor,
-    *,
     bias_V: Tensor | None,
-    score: TokenScore,
+    labels: Tensor | None,
+    *,
+    options: LossOptions,
     shard: VocabularyShard | None,
     max_logits_bytes: int,
 ) -> Tensor:
-    """(...), fp32 or fp64, of hidden states (..., H), differentiable in them, weight and bias."""
-    classes = weight_VH.shape[0] if shard is None else shard.length
-    chunk = max(1, max_logits_bytes // max(1, classes * wide(hidden.dtype).itemsize))
-    rows_NH = hidden.reshape(-1, hidden.shape[-1])
+    """(...), fp32 or fp64, of hidden states (..., H), differentiable in them, weight and bias.
+
+    The loss of each token, or without labels its entropy.
+    """
     with without_autocast(hidden.device.type):
-        found_N: Tensor = _Scores.apply(rows_NH, weight_VH, bias_V, score, shard, chunk)
+        found_N: Tensor = _token_scores(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight_VH,
+            bias_V,
+            None if labels is None else labels.flatten(),
+            options.ignore_index,
+            options.label_smoothing,
+            options.z_loss,
+            options.soft_cap,
+            *plain(shard),
+            rows_within(max_logits_bytes, weight_VH, shard, wide(hidden.dtype)),
+        )[0]
     return found_N.view(hidden.shape[:-1])
 
 
@@ -67,58 +66,142 @@ def memory_for(hidden_NH: Tensor, weight_VH: Tensor, chunk: int) -> Tensor:
     return hidden_NH.new_empty((min(chunk, len(hidden_NH)), len(weight_VH)), dtype=wide(hidden_NH.dtype))
 
 
-class _Scores(torch.autograd.Function):
-    @staticmethod
-    def forward(  # noqa: PLR0917 - apply() takes no keywords
-        ctx: Any,
-        hidden_NH: Tensor,
-        weight_VH: Tensor,
-        bias_V: Tensor | None,
-        score: TokenScore,
-        shard: VocabularyShard | None,
-        chunk: int,
-    ) -> Tensor:
-        memory = memory_for(hidden_NH, weight_VH, chunk)
-        found, known = [memory.new_empty(0)], []
-        for rows in chunks(len(hidden_NH), chunk):
-            logits = logits_of(hidden_NH[rows], weight_VH, bias_V, score.soft_cap, memory)
-            scores_C, known_C = score.score(logits, rows)
-            found.append(scores_C)
-            known.append(known_C)
-        ctx.save_for_backward(hidden_NH, weight_VH, bias_V, *known)
-        ctx.score, ctx.shard, ctx.chunk = score, shard, chunk
-        return torch.cat(found)
+def _score_of(labels_N: Tensor | None, options: LossOptions, shard: VocabularyShard | None) -> TokenScore:
+    return Entropy(shard) if labels_N is None else Loss(labels_N, options, shard)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, upstream_N: Tensor) -> tuple[Tensor | None, ...]:
-        hidden_NH, weight_VH, bias_V, *known = ctx.saved_tensors
-        exact = wide(hidden_NH.dtype)
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        grad_hidden = torch.empty_like(hidden_NH, dtype=exact) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight_VH, dtype=exact) if needs_weight else None
-        grad_bias = torch.zeros_like(bias_V, dtype=exact) if needs_bias else None
-        memory = memory_for(hidden_NH, weight_VH, ctx.chunk)
-        for rows, known_C in zip(chunks(len(hidden_NH), ctx.chunk), known):
-            hidden = hidden_NH[rows]
-            logits = logits_of(hidden, weight_VH, bias_V, ctx.score.soft_cap, memory)
-            slope = None if ctx.score.soft_cap is None else cap_slope(logits, ctx.score.soft_cap)
-            gradient = ctx.score.gradient_(logits, rows, known_C, upstream_N[rows])
-            if slope is not None:
-                gradient.mul_(slope)
-            if grad_bias is not None:
-                grad_bias += gradient.sum(0)
-            narrow = gradient.to(hidden.dtype)
-            if grad_hidden is not None:
-                multiply(narrow, weight_VH, grad_hidden[rows])
-            if grad_weight is not None:
-                add_product_(grad_weight, narrow.T, hidden)
-        if grad_hidden is not None:
-            if ctx.shard is not None:
-                ctx.shard.sum_(grad_hidden)
-            grad_hidden = grad_hidden.to(hidden_NH.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight.to(weight_VH.dtype)
+
+def _hidden_of(hidden_NH: Tensor, labels_N: Tensor | None, rows: slice, ignore_index: int) -> Tensor:
+    if labels_N is None:
+        return hidden_NH[rows]
+    return without_uncounted(hidden_NH[rows], counted(labels_N[rows], None, ignore_index))
+
+
+@torch.library.custom_op("d9d::token_scores", mutates_args=())
+def _token_scores(  # noqa: PLR0917 - operators take no keywords from autograd
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float | None,
+    group_name: str | None,
+    classes: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    """The scores (N,), and what backward will want to know again, (N, any)."""
+    options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
+    shard = VocabularyShard.of(group_name, classes)
+    score = _score_of(labels_N, options, shard)
+    memory = memory_for(hidden_NH, weight_VH, chunk)
+    found_N = memory.new_empty(len(hidden_NH))
+    known_NK = memory.new_empty(_known_shape(hidden_NH, labels_N))
+    for rows in chunks(len(hidden_NH), chunk):
+        hidden = _hidden_of(hidden_NH, labels_N, rows, ignore_index)
+        logits = logits_of(hidden, weight_VH, bias_V, soft_cap, memory)
+        found_N[rows], known_NK[rows] = score.score(logits, rows)
+    if labels_N is not None:
+        wrong_N = check_labels(labels_N, len(weight_VH) if shard is None else classes, ignore_index)
+        found_N.masked_fill_(wrong_N, torch.nan)
+    return found_N, known_NK
+
+
+def _known_shape(hidden_NH: Tensor, labels_N: Tensor | None) -> tuple[int, int]:
+    return hidden_NH.shape[0], 2 if labels_N is None else 1
+
+
+@_token_scores.register_fake
+def _(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Tensor | None, *_: Any) -> Any:
+    del weight_VH, bias_V
+    dtype = wide(hidden_NH.dtype)
+    return (
+        hidden_NH.new_empty(hidden_NH.shape[0], dtype=dtype),
+        hidden_NH.new_empty(_known_shape(hidden_NH, labels_N), dtype=dtype),
+    )
+
+
+@torch.library.custom_op("d9d::token_scores_backward", mutates_args=())
+def _token_scores_backward(  # noqa: PLR0917
+    upstream_N: Tensor,
+    known_NK: Tensor,
+    needs: list[bool],
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    labels_N: Tensor | None,
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    soft_cap: float | None,
+    group_name: str | None,
+    classes: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of hidden states, weight and bias; empty where not needed."""
+    options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
+    shard = VocabularyShard.of(group_name, classes)
+    score = _score_of(labels_N, options, shard)
+    exact = wide(hidden_NH.dtype)
+    needs_hidden, needs_weight, needs_bias = needs
+    grad_hidden = torch.empty_like(hidden_NH, dtype=exact) if needs_hidden else None
+    grad_weight = torch.zeros_like(weight_VH, dtype=exact) if needs_weight else None
+    grad_bias = torch.zeros_like(bias_V, dtype=exact) if needs_bias and bias_V is not None else None
+    memory = memory_for(hidden_NH, weight_VH, chunk)
+    for rows in chunks(len(hidden_NH), chunk):
+        hidden = _hidden_of(hidden_NH, labels_N, rows, ignore_index)
+        logits = logits_of(hidden, weight_VH, bias_V, soft_cap, memory)
+        slope = None if soft_cap is None else cap_slope(logits, soft_cap)
+        gradient = score.gradient_(logits, rows, known_NK[rows], upstream_N[rows])
+        if slope is not None:
+            gradient.mul_(slope)
         if grad_bias is not None:
-            grad_bias = grad_bias.to(bias_V.dtype)
-        return grad_hidden, grad_weight, grad_bias, None, None, None
+            grad_bias += gradient.sum(0)
+        narrow = gradient.to(hidden.dtype)
+        if grad_hidden is not None:
+            multiply(narrow, weight_VH, grad_hidden[rows])
+        if grad_weight is not None:
+            add_product_(grad_weight, narrow.T, hidden)
+    if grad_hidden is not None and shard is not None:
+        shard.sum_(grad_hidden)
+    of_hidden, of_weight, of_bias = (
+        hidden_NH.new_empty(0) if gradient is None else gradient.to(hidden_NH.dtype)
+        for gradient in (grad_hidden, grad_weight, grad_bias)
+    )
+    return of_hidden, of_weight, of_bias
+
+
+@_token_scores_backward.register_fake
+def _(  # noqa: PLR0917
+    upstream_N: Tensor,
+    known_NK: Tensor,
+    needs: list[bool],
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    bias_V: Tensor | None,
+    *_: Any,
+) -> Any:
+    del upstream_N, known_NK
+    return tuple(
+        torch.empty_like(operand, dtype=hidden_NH.dtype)
+        if is_needed and operand is not None
+        else hidden_NH.new_empty(0)
+        for operand, is_needed in zip((hidden_NH, weight_VH, bias_V), needs)
+    )
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    tensors, ctx.plain = inputs[:4], inputs[4:]
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(output[1], *tensors)
+
+
+def _backward(ctx: Any, upstream_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
+    known_NK, *tensors = ctx.saved_tensors
+    needs = list(ctx.needs_input_grad[:3])
+    made = _token_scores_backward(upstream_N, known_NK, needs, *tensors, *ctx.plain)
+    gradients = (gradient if is_needed else None for gradient, is_needed in zip(made, needs))
+    return *gradients, *(None for _ in (tensors[3], *ctx.plain))
+
+
+_token_scores.register_autograd(_backward, setup_context=_keep)

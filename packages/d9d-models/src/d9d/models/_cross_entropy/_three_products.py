@@ -14,9 +14,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from ._labels import counted, without_uncounted
 from ._options import LossOptions
 from ._products import add_product_, multiply, wide
 from ._vocabulary import VocabularyShard
+
+ALIGNMENT = 256
+"""Chunks are multiples of so many tokens, where memory allows for that: tiles of a matrix product."""
 
 
 class ChunkLoss(Protocol):
@@ -85,8 +89,9 @@ def sum_and_gradients(
     grad_bias = torch.zeros_like(weight_VH[:, 0], dtype=precision.weight_gradient) if needs_bias else None
     total = hidden_NH.new_zeros((), dtype=exact)
     memory = hidden_NH.new_empty((min(chunk, len(hidden_NH)), len(weight_VH)), dtype=precision.logits)
+    counted_N = counted(labels_N, weights_N, options.ignore_index)
     for rows in chunks(len(hidden_NH), chunk):
-        hidden = hidden_NH[rows]
+        hidden = without_uncounted(hidden_NH[rows], counted_N[rows])
         logits = multiply(hidden, weight_VH.T, memory[: len(hidden)])
         if bias_V is not None:
             logits += bias_V
@@ -112,6 +117,15 @@ def sum_and_gradients(
         shard.sum_(grad_hidden)
         grad_hidden = grad_hidden.to(hidden_NH.dtype)
     return SumAndGradients(total, grad_hidden, grad_weight, grad_bias)
+
+
+def rows_within(
+    max_logits_bytes: int, weight_VH: Tensor, shard: VocabularyShard | None, logits_dtype: torch.dtype
+) -> int:
+    """How many tokens make a chunk: as many on all ranks."""
+    classes = weight_VH.shape[0] if shard is None else shard.length
+    chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
+    return chunk if chunk <= ALIGNMENT else chunk - chunk % ALIGNMENT
 
 
 def chunks(rows: int, chunk: int) -> Iterator[slice]:

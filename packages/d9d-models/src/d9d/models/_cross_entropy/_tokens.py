@@ -1,17 +1,19 @@
 """What single tokens get from a linear layer's output, which never exists as a whole."""
 
-import attrs
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._linear import MAX_LOGITS_BYTES, check_labels, check_operands
+from ._linear import MAX_LOGITS_BYTES, check_operands
 from ._options import LossOptions
 from ._products import wide, without_autocast
 from ._recompute import logits_of, memory_for, scores
-from ._softmax import Targets, gradient_, log_partition, losses
-from ._three_products import chunks
-from ._vocabulary import VocabularyShard
+from ._softmax import log_partition
+from ._three_products import chunks, rows_within
+from ._vocabulary import VocabularyShard, plain
 
 
 def token_cross_entropy(
@@ -37,9 +39,7 @@ def token_cross_entropy(
     """
     options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
     check_operands(hidden, weight_VH, bias_V, labels, shard)
-    check_labels(labels.flatten(), weight_VH.shape[0] if shard is None else shard.total, ignore_index)
-    score = _Loss(options, labels.flatten(), weight_VH.shape[0], shard)
-    return scores(hidden, weight_VH, bias_V=bias_V, score=score, shard=shard, max_logits_bytes=max_logits_bytes)
+    return scores(hidden, weight_VH, bias_V, labels, options=options, shard=shard, max_logits_bytes=max_logits_bytes)
 
 
 def token_log_probs(
@@ -76,12 +76,12 @@ def token_entropies(
     max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> Tensor:
     """The entropy, in nats, of what each of (...) tokens predicts; differentiable, fp32 or fp64."""
-    check_operands(hidden, weight_VH, bias_V, hidden[..., 0], shard)
-    score = _Entropy(soft_cap, shard)
-    return scores(hidden, weight_VH, bias_V=bias_V, score=score, shard=shard, max_logits_bytes=max_logits_bytes)
+    options = LossOptions(soft_cap=soft_cap)
+    check_operands(hidden, weight_VH, bias_V, None, shard)
+    return scores(hidden, weight_VH, bias_V, None, options=options, shard=shard, max_logits_bytes=max_logits_bytes)
 
 
-@attrs.frozen
+@dataclass(frozen=True)  # torch.compile does not understand how attrs freezes
 class TopK:
     """The likeliest classes of each token, likeliest first."""
 
@@ -92,7 +92,6 @@ class TopK:
     """(..., k), int64, in the whole vocabulary."""
 
 
-@torch.no_grad()
 def top_k_log_probs(
     hidden: Tensor,
     weight_VH: Tensor,
@@ -108,27 +107,56 @@ def top_k_log_probs(
     Raises:
         ValueError: There are fewer classes, or shapes or dtypes do not go together.
     """
-    check_operands(hidden, weight_VH, bias_V, hidden[..., 0], shard)
+    check_operands(hidden, weight_VH, bias_V, None, shard)
+    options = LossOptions(soft_cap=soft_cap)
     total = weight_VH.shape[0] if shard is None else shard.total
     if not 1 <= k <= total:
         raise ValueError(f"k={k!r}: there are {total} classes, ask for 1 to {total} of them")
-    rows_NH = hidden.reshape(-1, hidden.shape[-1])
-    chunk = max(1, max_logits_bytes // max(1, total * wide(hidden.dtype).itemsize))
-    log_probs, classes = [], []
-    with without_autocast(hidden.device.type):
-        memory = memory_for(rows_NH, weight_VH, chunk)
-        for rows in chunks(len(rows_NH), chunk):
-            logits = logits_of(rows_NH[rows], weight_VH, bias_V, soft_cap, memory)
-            log_norm_C1 = log_partition(logits, shard)
-            best = logits.topk(min(k, logits.shape[1]))
-            values, indices = best.values, best.indices
-            if shard is not None:
-                values, indices = _best_of_ranks(values, indices + shard.start, k, shard)
-            log_probs.append(values - log_norm_C1)
-            classes.append(indices)
+    with torch.no_grad(), without_autocast(hidden.device.type):
+        log_probs_NK, classes_NK = _top_k(
+            hidden.reshape(-1, hidden.shape[-1]),
+            weight_VH,
+            k,
+            bias_V,
+            options.soft_cap,
+            *plain(shard),
+            rows_within(max_logits_bytes, weight_VH, shard, wide(hidden.dtype)),
+        )
     shape = (*hidden.shape[:-1], k)
-    empty = memory.new_empty((0, k))
-    return TopK(torch.cat([empty, *log_probs]).view(shape), torch.cat([empty.long(), *classes]).view(shape))
+    return TopK(log_probs_NK.view(shape), classes_NK.view(shape))
+
+
+@torch.library.custom_op("d9d::top_k_log_probs", mutates_args=())
+def _top_k(  # noqa: PLR0917 - as of the other operators
+    hidden_NH: Tensor,
+    weight_VH: Tensor,
+    k: int,
+    bias_V: Tensor | None,
+    soft_cap: float | None,
+    group_name: str | None,
+    total: int,
+    chunk: int,
+) -> tuple[Tensor, Tensor]:
+    shard = VocabularyShard.of(group_name, total)
+    memory = memory_for(hidden_NH, weight_VH, chunk)
+    log_probs_NK = memory.new_empty((len(hidden_NH), k))
+    classes_NK = torch.empty_like(log_probs_NK, dtype=torch.int64)
+    for rows in chunks(len(hidden_NH), chunk):
+        logits = logits_of(hidden_NH[rows], weight_VH, bias_V, soft_cap, memory)
+        log_norm_C1 = log_partition(logits, shard)
+        best = logits.topk(min(k, logits.shape[1]))
+        values, indices = best.values, best.indices
+        if shard is not None:
+            values, indices = _best_of_ranks(values, indices + shard.start, k, shard)
+        log_probs_NK[rows], classes_NK[rows] = values - log_norm_C1, indices
+    return log_probs_NK, classes_NK
+
+
+@_top_k.register_fake
+def _(hidden_NH: Tensor, weight_VH: Tensor, k: int, *_: Any) -> tuple[Tensor, Tensor]:
+    del weight_VH
+    shape = (hidden_NH.shape[0], k)
+    return hidden_NH.new_empty(shape, dtype=wide(hidden_NH.dtype)), hidden_NH.new_empty(shape, dtype=torch.int64)
 
 
 def _best_of_ranks(values_CK: Tensor, classes_CK: Tensor, k: int, shard: VocabularyShard) -> tuple[Tensor, Tensor]:
@@ -142,47 +170,3 @@ def _best_of_ranks(values_CK: Tensor, classes_CK: Tensor, k: int, shard: Vocabul
     all_values, all_classes = (torch.cat(gathered, 1) for gathered in of_ranks)
     best = all_values.topk(k)
     return best.values, all_classes.gather(1, best.indices)
-
-
-@attrs.frozen
-class _Loss:
-    options: LossOptions
-    labels_N: Tensor
-    classes: int
-    shard: VocabularyShard | None
-
-    @property
-    def soft_cap(self) -> float | None:
-        return self.options.soft_cap
-
-    def score(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        log_norm_C1 = log_partition(logits_CV, self.shard)
-        return losses(logits_CV, log_norm_C1, self._targets(rows, None), self.options, self.shard)[:, 0], log_norm_C1
-
-    def gradient_(self, logits_CV: Tensor, rows: slice, known: Tensor, upstream_C: Tensor) -> Tensor:
-        return gradient_(logits_CV, known, self._targets(rows, upstream_C), self.options, self.shard)
-
-    def _targets(self, rows: slice, weights_C: Tensor | None) -> Targets:
-        return Targets.of(self.labels_N[rows], weights_C, self.classes, self.options.ignore_index, self.shard)
-
-
-@attrs.frozen
-class _Entropy:
-    soft_cap: float | None
-    shard: VocabularyShard | None
-
-    def score(self, logits_CV: Tensor, rows: slice) -> tuple[Tensor, Tensor]:
-        del rows
-        log_norm_C1 = log_partition(logits_CV, self.shard)
-        mean_C1 = ((logits_CV - log_norm_C1).exp_() * logits_CV).sum(-1, keepdim=True)
-        if self.shard is not None:
-            self.shard.sum_(mean_C1)
-        entropy_C1 = log_norm_C1 - mean_C1
-        return entropy_C1[:, 0], torch.cat([log_norm_C1, entropy_C1], 1)
-
-    def gradient_(self, logits_CV: Tensor, rows: slice, known: Tensor, upstream_C: Tensor) -> Tensor:
-        # d H / d z = −p · (log p + H)
-        del rows
-        log_probs_CV = logits_CV.sub_(known[:, :1])
-        factor_CV = (log_probs_CV + known[:, 1:]).mul_(-upstream_C[:, None])
-        return log_probs_CV.exp_().mul_(factor_CV)

@@ -1,5 +1,7 @@
 """A vocabulary that is split over ranks."""
 
+from typing import Any
+
 import attrs
 import torch.distributed as dist
 from torch import Tensor
@@ -31,6 +33,14 @@ class VocabularyShard:
         """How many classes this rank holds; the last ranks may have fewer, or none."""
         return min(self.total - self.start, self.length)
 
+    @classmethod
+    def of(cls, group_name: str | None, total: int) -> "VocabularyShard | None":
+        """As operators get it, whose arguments are plain values: what `plain` gave."""
+        if group_name is None:
+            return None
+        group_of: Any = dist.distributed_c10d._resolve_process_group  # noqa: SLF001 - as functional collectives do
+        return cls(group_of(group_name), total)
+
     def sum_(self, values: Tensor) -> None:
         """Sum over the ranks, in place."""
         dist.all_reduce(values, group=self.group)
@@ -38,3 +48,8 @@ class VocabularyShard:
     def max_(self, values: Tensor) -> None:
         """Maximum over the ranks, in place."""
         dist.all_reduce(values, dist.ReduceOp.MAX, group=self.group)
+
+
+def plain(shard: VocabularyShard | None) -> tuple[str | None, int]:
+    """The name of the group, if the vocabulary is split, and the number of classes; for `VocabularyShard.of`."""
+    return (None, 0) if shard is None else (shard.group.group_name, shard.total)
