@@ -38,7 +38,9 @@ from ._mappers import (
     Unstack,
     Untie,
 )
-from ._plan import Plan, PlanError, plan
+from ._plan import plan
+from ._planned import Plan
+from ._problems import PlanError
 from ._report import Report
 from ._source import CheckpointError, Source, open_checkpoint
 from ._spec import Region, TensorSpec

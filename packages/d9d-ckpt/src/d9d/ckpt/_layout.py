@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._collective import all_gather, together
-from ._local import local_part
+from ._local import local_part, require_tensors
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 
@@ -40,6 +40,7 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
         ValueError: Ranks disagree on a tensor, or hold only a part of it together.
     """
     with together(group):
+        require_tensors(state)
         mine = {
             name: (TensorSpec.of(tensor), local_part(name, tensor)[1], tensor.device.type)
             for name, tensor in state.items()

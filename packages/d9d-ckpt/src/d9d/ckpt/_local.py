@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -18,6 +19,15 @@ def is_dtensor(tensor: Tensor) -> TypeGuard[DTensor]:
     """Whether `tensor` is a DTensor; does not import their module, which takes up to 1.7 s."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(tensor, module.DTensor)
+
+
+def require_tensors(state: Mapping[str, Tensor]) -> None:
+    """Raises a TypeError that names what is no tensor, as of a module or the state of an optimizer."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"tensors by name are needed, got a {type(state).__name__}: give its state_dict()")
+    others = [f"{name!r} is a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise TypeError(f"tensors by name are needed, but {', '.join(others)}")
 
 
 def local_part(name: str, tensor: Tensor) -> tuple[Tensor, Region]:

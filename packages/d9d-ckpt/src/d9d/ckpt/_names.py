@@ -143,14 +143,19 @@ def as_pattern(text: str | Pattern) -> Pattern:
     return text if isinstance(text, Pattern) else Pattern(text)
 
 
+def require_list(names: Iterable[object]) -> None:
+    """Raises a TypeError for one text, whose letters would be taken for names."""
+    if isinstance(names, str):
+        raise TypeError(f"several names are a list, got the text {names!r}")
+
+
 def as_patterns(texts: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
     """Converter for fields of leaves that have several names.
 
     Raises:
-        TypeError: It is one text, whose letters would be taken for names.
+        TypeError: It is one text.
     """
-    if isinstance(texts, str):
-        raise TypeError(f"several names are a list, got the text {texts!r}")
+    require_list(texts)
     return tuple(map(as_pattern, texts))
 
 
