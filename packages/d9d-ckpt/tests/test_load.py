@@ -163,3 +163,18 @@ def test_concatenated_inputs_are_read_once():
     load(source, Concatenate(["gate", "up"], "gate_up", sizes=(2, 2)), state)
     assert torch.equal(state["gate_up"], torch.cat([source.tensors["gate"], source.tensors["up"]]))
     assert [region.numel for region in source.regions] == [6, 6]
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (torch.nn.Linear(1, 1), r"got a Linear: give its state_dict\(\)"),
+        ({"a": torch.ones(2), "step": 3}, "'step' is a int"),
+    ],
+)
+def test_what_is_no_tensor_is_named(state, message, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match=message):
+        load(open_checkpoint(tmp_path), Identity(), state)
+    with pytest.raises(TypeError, match=message):
+        export(state, Identity(), tmp_path / "out")

@@ -108,7 +108,7 @@ def test_shapes_and_dtypes():
     }
     assert problems(wrong) == (
         f"cannot stack 'layers.2.experts.7.up', which is {f32(3, 5)}, on 'layers.2.experts.0.up', which is {f32(3, 4)}",
-        "made as [8, 4] bfloat16, but the target has [8, 4] float32: 'embed.weight'",
+        "made as [8, 4] bfloat16, but the target has [8, 4] float32: 'embed.weight' (a Cast changes the dtype)",
         "made as [9, 4] float32, but the target has [8, 4] float32: 'head.weight'",
     )
 
@@ -162,3 +162,24 @@ def test_prefixes_scope_both_sides():
 def test_patterns_do_not_match_names_that_an_earlier_mapper_took():
     mapper = Sequential(Rename("a.{i}", "b.{i}"), Rename("a.{i}", "c.{i}"), Prefix("a.", Rename("{i}", "d.{i}")))
     assert plan({"a.0": f32(1)}, mapper, {"b.0": f32(1)}).outputs.keys() == {"b.0"}
+
+
+def test_without_a_target_all_that_is_made_is_wanted():
+    assert plan(SOURCE, MAPPER).outputs == TARGET
+    with pytest.raises(PlanError) as caught:
+        plan({**SOURCE, "more": f32(1)}, MAPPER)
+    assert caught.value.problems == ("in the source, but neither used nor waived: 'more'",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("a/b", MAPPER), {}, r"got the path 'a/b': give open_checkpoint\('a/b'\)"),
+        ((SOURCE, MAPPER, {"head.weight": torch.ones(2)}), {}, r"a Tensor for 'head.weight': give TensorSpec.of"),
+        ((SOURCE, MAPPER, TARGET), {"select": "head.weight"}, "a list, got the text 'head.weight'"),
+        ((SOURCE, MAPPER, TARGET), {"waive": "optimizer.*"}, r"a list, got the text 'optimizer.\*'"),
+    ],
+)
+def test_what_is_given_in_place_of_something_else_is_said(arguments, options, message):
+    with pytest.raises(TypeError, match=message):
+        plan(*arguments, **options)

@@ -63,7 +63,7 @@ def _plan(
     problems += [f"made, but not in the target: {name}" for name in quote_with_nearest(unknown, unmade)]
     problems += [f"in the target, but not made: {name}" for name in quote_with_nearest(unmade, unknown)]
     problems += [
-        f"made as {spec}, but the target has {target[name]}: {name!r}"
+        f"made as {spec}, but the target has {target[name]}: {name!r}{_advice(spec, target[name])}"
         for name, spec in outputs.items()
         if spec is not None and name in target and target[name] != spec
     ]
@@ -84,6 +84,10 @@ def _plan(
     if problems:
         raise PlanError(problems)
     return selected
+
+
+def _advice(made: TensorSpec, wanted: TensorSpec) -> str:
+    return " (a Cast changes the dtype)" if made.shape == wanted.shape else ""
 
 
 def _name(each: str | Region) -> str:

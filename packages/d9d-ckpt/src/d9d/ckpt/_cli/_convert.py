@@ -15,11 +15,12 @@ import torch.distributed as dist
 
 from .._collective import rank_of
 from .._convert import convert
+from .._describe_bytes import describe_bytes
 from .._toml_values import WrongValueError, dtype_of
 from ._exit_codes import FINE
 from ._mapper_arguments import add_mapper_arguments, mapper_of, target_of
 from ._open import directory_of, open_source
-from ._output import Output, human_bytes
+from ._output import Output
 
 if TYPE_CHECKING:
     from ._ls import Subparsers
@@ -73,7 +74,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
             written = open_source(arguments.out)
             nbytes = sum(spec.nbytes for spec in written.values())
             files = len({written.file(name) for name in written})
-            output.line(f"{arguments.out}: {len(written)} tensors, {human_bytes(nbytes)} in {files} file(s)")
+            output.line(f"{arguments.out}: {len(written)} tensors, {describe_bytes(nbytes)} in {files} file(s)")
     return FINE
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._describe_bytes import describe_bytes
 from .._dtypes import DTYPE_NAMES
 from .._header import read_header
 from .._manifest import MANIFEST, Manifest
@@ -16,7 +17,7 @@ from .._tiles import tiles
 from ._exit_codes import FINE
 from ._ls import matching
 from ._open import directory_of, open_source
-from ._output import Output, human_bytes, printable
+from ._output import Output, printable
 from ._statistics import statistics_of
 
 if TYPE_CHECKING:
@@ -45,7 +46,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         output.line(printable(name))
         output.line(f"  dtype   {DTYPE_NAMES[spec.dtype]}")
         output.line(f"  shape   {list(spec.shape)}")
-        output.line(f"  bytes   {spec.nbytes} ({human_bytes(spec.nbytes)})")
+        output.line(f"  bytes   {spec.nbytes} ({describe_bytes(spec.nbytes)})")
         for place in _places(arguments.path, source, name):
             output.line(f"  in      {place}")
         for label, value in statistics_of(source, name):
