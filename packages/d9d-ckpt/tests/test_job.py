@@ -23,6 +23,7 @@ from d9d.ckpt import (
     UnknownFormatError,
     export,
     open_checkpoint,
+    verify,
 )
 from d9d.ckpt._files import TensorFileWriter
 from d9d.ckpt._job_read import JobSource
@@ -384,3 +385,16 @@ def test_sigkill_at_random_moments(tmp_path):  # case 33
         assert checkpoint.shared == {"step": last}
         assert checkpoint.per_rank()["rng"].tolist() == [last] * 10
     assert last > 0
+
+
+def test_a_job_checkpoint_is_opened_by_its_path(tmp_path):
+    tensors = {"w": torch.arange(6.0)}
+    JobCheckpoints(tmp_path / "job").save(1, tensors, shared={}, per_rank={"own": torch.ones(2)})
+    step = tmp_path / "job" / "step-00000001"
+    assert dict(open_checkpoint(step)) == {"w": TensorSpec([6], torch.float32)}
+    with pytest.raises(FileNotFoundError, match=r"1 job checkpoint\(s\): name one, such as .*step-00000001"):
+        open_checkpoint(tmp_path / "job")
+    with pytest.raises(FileNotFoundError, match="name one"):
+        verify(tmp_path / "job")
+    with pytest.raises(ValueError, match="is a job checkpoint: open it alone, or convert it first"):
+        open_checkpoint([step, tmp_path])

@@ -17,6 +17,25 @@ from ._parse_json import is_text, parse_json, repeated
 from ._spec import Region, TensorSpec
 
 MANIFEST = "manifest.json"
+
+
+def job_directory(path: Path) -> Path | None:
+    """The directory of the job checkpoint that `path` or its manifest is; None where it is none."""
+    directory = path.parent if path.name == MANIFEST else path
+    return directory if (directory / MANIFEST).exists() else None
+
+
+def not_found(path: Path) -> FileNotFoundError:
+    """Says that there is no checkpoint, or which job checkpoints may be meant."""
+    steps = sorted(found.name for found in path.glob("step-*") if job_directory(found) is not None)
+    if steps:
+        last = str(path / steps[-1])
+        return FileNotFoundError(f"{str(path)!r} has {len(steps)} job checkpoint(s): name one, such as {last!r}")
+    if path.is_dir():
+        return FileNotFoundError(f"no .safetensors file in {str(path)!r}")
+    return FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
 FORMAT = {"format": "d9d job checkpoint", "version": 1}
 
 

@@ -16,10 +16,11 @@ import torch.distributed as dist
 from .._collective import rank_of
 from .._convert import convert
 from .._describe_bytes import describe_bytes
+from .._open import open_checkpoint
 from .._toml_values import WrongValueError, dtype_of
+from ._directory import directory_of
 from ._exit_codes import FINE
 from ._mapper_arguments import add_mapper_arguments, mapper_of, target_of
-from ._open import directory_of, open_source
 from ._output import Output
 
 if TYPE_CHECKING:
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         first = rank_of(None) == 0
         with output.progress("converting") if first else nullcontext() as progress:
             convert(
-                open_source(arguments.source),
+                open_checkpoint(arguments.source),
                 mapper,
                 arguments.out,
                 target=target,
@@ -71,7 +72,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
                 **({} if arguments.memory is None else {"memory_budget": arguments.memory}),
             )
         if first:
-            written = open_source(arguments.out)
+            written = open_checkpoint(arguments.out)
             nbytes = sum(spec.nbytes for spec in written.values())
             files = len({written.file(name) for name in written})
             output.line(f"{arguments.out}: {len(written)} tensors, {describe_bytes(nbytes)} in {files} file(s)")

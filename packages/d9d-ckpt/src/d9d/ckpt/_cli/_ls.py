@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 from .._describe_bytes import describe_bytes
 from .._dtypes import DTYPE_NAMES
+from .._open import open_checkpoint
 from .._source import Source
 from ._exit_codes import FINE, FOUND
-from ._open import open_source
 from ._output import Output, printable
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it; that nothing is like the globs is a finding."""
-    source = open_source(arguments.path)
+    source = open_checkpoint(arguments.path)
     names = matching(source, arguments.globs)
     if arguments.json:
         output.line(json.dumps(_document(source, names), indent=1))

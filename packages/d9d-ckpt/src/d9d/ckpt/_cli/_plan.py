@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._open import open_checkpoint
 from .._plan import plan
 from ._exit_codes import FINE
 from ._mapper_arguments import add_mapper_arguments, mapper_of, target_of
-from ._open import open_source
 from ._output import Output
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it."""
-    source, mapper = open_source(arguments.source), mapper_of(arguments)
+    source, mapper = open_checkpoint(arguments.source), mapper_of(arguments)
     target = None if arguments.target is None else target_of(arguments.target)
     planned = plan(source, mapper, target, waive=arguments.waive)
     for name in arguments.explain:

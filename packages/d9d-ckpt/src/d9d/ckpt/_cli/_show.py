@@ -10,13 +10,14 @@ from typing import TYPE_CHECKING
 from .._describe_bytes import describe_bytes
 from .._dtypes import DTYPE_NAMES
 from .._header import read_header
-from .._manifest import MANIFEST, Manifest
+from .._manifest import Manifest, job_directory
 from .._names import quote_with_nearest
+from .._open import open_checkpoint
 from .._source import Source
 from .._tiles import tiles
+from ._directory import directory_of
 from ._exit_codes import FINE
 from ._ls import matching
-from ._open import directory_of, open_source
 from ._output import Output, printable
 from ._statistics import statistics_of
 
@@ -37,7 +38,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it."""
-    source = open_source(arguments.path)
+    source = open_checkpoint(arguments.path)
     unknown = [name for name in arguments.names if not matching(source, [name])]
     if unknown:
         raise ValueError(f"no tensor is called {', '.join(quote_with_nearest(unknown, source.keys()))}")
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _places(path: Path, source: Source, name: str) -> Iterator[str]:
     """Where the bytes of a tensor are."""
     directory = directory_of(path)
-    if (directory / MANIFEST).exists():
+    if job_directory(path) is not None:
         for stored in Manifest.read(directory).stored[name]:
             stops = [start + length for start, length in zip(stored.region.offset, stored.region.shape)]
             entry = read_header(directory / stored.file).entries[stored.key]
