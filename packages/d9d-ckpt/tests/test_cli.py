@@ -10,7 +10,8 @@ from safetensors.torch import load_file, save_file
 
 from d9d.ckpt import JobCheckpoints, TensorSpec, open_checkpoint
 from d9d.ckpt._cli import main
-from d9d.ckpt._cli._output import human_bytes, printable
+from d9d.ckpt._cli._output import printable
+from d9d.ckpt._describe_bytes import describe_bytes
 from d9d.mesh.testing import run_world
 
 INDEX = "model.safetensors.index.json"
@@ -382,7 +383,7 @@ def test_names_cannot_move_the_cursor(tmp_path, call):
     [(0, "0 B"), (999, "999 B"), (1000, "1 kB"), (999_499, "999 kB"), (999_500, "1 MB"), (5 * 10**9, "5 GB")],
 )
 def test_sizes(nbytes, text):
-    assert human_bytes(nbytes) == text
+    assert describe_bytes(nbytes) == text
 
 
 class Terminal:

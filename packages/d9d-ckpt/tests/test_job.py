@@ -23,6 +23,7 @@ from d9d.ckpt import (
     UnknownFormatError,
     export,
     open_checkpoint,
+    verify,
 )
 from d9d.ckpt._files import TensorFileWriter
 from d9d.ckpt._job_read import JobSource
@@ -396,3 +397,16 @@ def test_chunks_that_hide_a_hole_are_damage(tmp_path):
     path.write_text(json.dumps(manifest))
     with pytest.raises(ValueError, match="the chunks of 'w' overlap"):
         Manifest.read(path.parent)
+
+
+def test_a_job_checkpoint_is_opened_by_its_path(tmp_path):
+    tensors = {"w": torch.arange(6.0)}
+    JobCheckpoints(tmp_path / "job").save(1, tensors, shared={}, per_rank={"own": torch.ones(2)})
+    step = tmp_path / "job" / "step-00000001"
+    assert dict(open_checkpoint(step)) == {"w": TensorSpec([6], torch.float32)}
+    with pytest.raises(FileNotFoundError, match=r"1 job checkpoint\(s\): name one, such as .*step-00000001"):
+        open_checkpoint(tmp_path / "job")
+    with pytest.raises(FileNotFoundError, match="name one"):
+        verify(tmp_path / "job")
+    with pytest.raises(ValueError, match="is a job checkpoint: open it alone, or convert it first"):
+        open_checkpoint([step, tmp_path])

@@ -195,3 +195,18 @@ def test_tensors_without_memory_of_their_own_are_all_listed(tmp_path):
         export({"a": plain, "b": torch.zeros(2, 3).to_sparse()}, Identity(), tmp_path / "out")
     assert not plain.any()
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "message"),
+    [
+        (torch.nn.Linear(1, 1), r"got a Linear: give its state_dict\(\)"),
+        ({"a": torch.ones(2), "step": 3}, "'step' is a int"),
+    ],
+)
+def test_what_is_no_tensor_is_named(state, message, tmp_path):
+    save_file({"a": torch.ones(2)}, tmp_path / "model.safetensors")
+    with pytest.raises(TypeError, match=message):
+        load(open_checkpoint(tmp_path), Identity(), state)
+    with pytest.raises(TypeError, match=message):
+        export(state, Identity(), tmp_path / "out")

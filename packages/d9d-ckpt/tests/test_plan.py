@@ -108,7 +108,7 @@ def test_shapes_and_dtypes():
     }
     assert problems(wrong) == (
         f"cannot stack 'layers.2.experts.7.up', which is {f32(3, 5)}, on 'layers.2.experts.0.up', which is {f32(3, 4)}",
-        "made as [8, 4] bfloat16, but the target has [8, 4] float32: 'embed.weight'",
+        "made as [8, 4] bfloat16, but the target has [8, 4] float32: 'embed.weight' (a Cast changes the dtype)",
         "made as [9, 4] float32, but the target has [8, 4] float32: 'head.weight'",
     )
 
@@ -174,3 +174,24 @@ def test_one_text_is_no_list_of_names():
     ):
         with pytest.raises(TypeError, match="several names are a list"):
             call()
+
+
+def test_without_a_target_all_that_is_made_is_wanted():
+    assert plan(SOURCE, MAPPER).outputs == TARGET
+    with pytest.raises(PlanError) as caught:
+        plan({**SOURCE, "more": f32(1)}, MAPPER)
+    assert caught.value.problems == ("in the source, but neither used nor waived: 'more'",)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "options", "message"),
+    [
+        (("a/b", MAPPER), {}, r"got the path 'a/b': give open_checkpoint\('a/b'\)"),
+        ((SOURCE, MAPPER, {"head.weight": torch.ones(2)}), {}, r"a Tensor for 'head.weight': give TensorSpec.of"),
+        ((SOURCE, MAPPER, TARGET), {"select": "head.weight"}, "a list, got the text 'head.weight'"),
+        ((SOURCE, MAPPER, TARGET), {"waive": "optimizer.*"}, r"a list, got the text 'optimizer.\*'"),
+    ],
+)
+def test_what_is_given_in_place_of_something_else_is_said(arguments, options, message):
+    with pytest.raises(TypeError, match=message):
+        plan(*arguments, **options)

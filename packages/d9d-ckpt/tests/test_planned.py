@@ -153,7 +153,7 @@ def test_a_tensor_that_two_groups_take_is_read_for_each():
 
 
 def test_plans_print_as_tables():
-    title = "24 groups make 25 tensors: 12.6 KiB to read, 2.2 KiB at most in a group"
+    title = "24 groups make 25 tensors: 12.9 kB to read, 2.3 kB at most in a group"
     assert str(PLAN).splitlines()[0] == title
     rows = [re.split(r"  +", line.strip()) for line in str(PLAN).splitlines()[1:]]
     assert rows == [
@@ -161,11 +161,11 @@ def test_plans_print_as_tables():
         ["embedding", "[8, 4] float32", "1", "Tie", "embed", "128 B"],
         ["head", "[8, 4] float32", "1", "Tie", "embed", "0 B"],
         ["layers.{0..10}.gate_up", "[12, 6, 4] float32", "11", "Concatenate → Stack → Rename",
-         "model.layers.{0..10}.experts.{0..11}.gate, model.layers.{0..10}.experts.{0..11}.up", "12.4 KiB"],
+         "model.layers.{0..10}.experts.{0..11}.gate, model.layers.{0..10}.experts.{0..11}.up", "12.7 kB"],
         ["layers.{0..10}.norm", "[4] float32", "11", "Cast", "model.layers.{0..10}.norm", "88 B"],
         ["scale", "[] float32", "1", "Constant", "nothing", "0 B"],
         ["file", "reads"],
-        ["experts.safetensors", "12.4 KiB"],
+        ["experts.safetensors", "12.7 kB"],
         ["rest.safetensors", "216 B"],
     ]  # fmt: skip
     assert repr(PLAN) == "<Plan of 24 groups that make 25 tensors>"

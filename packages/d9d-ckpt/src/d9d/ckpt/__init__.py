@@ -38,9 +38,12 @@ from ._mappers import (
     Unstack,
     Untie,
 )
-from ._plan import Plan, PlanError, plan
+from ._open import open_checkpoint
+from ._plan import plan
+from ._planned import Plan
+from ._problems import PlanError
 from ._report import Report
-from ._source import CheckpointError, Source, open_checkpoint
+from ._source import CheckpointError, Source
 from ._spec import Region, TensorSpec
 from ._verify import verify
 

@@ -56,13 +56,3 @@ def _ranges(numbers: Iterable[int]) -> str:
         return f"{{{ordered[0]}..{ordered[-1]}}}"
     listed = ordered if len(ordered) <= _LISTED else [*ordered[: _LISTED - 1], "…", ordered[-1]]
     return f"{{{','.join(map(str, listed))}}}"
-
-
-def describe_bytes(nbytes: int) -> str:
-    """A size for people, in binary units."""
-    size, unit = float(nbytes), "B"
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if size < 1024 or unit == "TiB":
-            break
-        size /= 1024
-    return f"{nbytes} B" if unit == "B" else f"{size:.1f} {unit}"

@@ -18,13 +18,11 @@ from ._files import sync_file, write_text
 from ._fill import Target, batches_of, spec_after
 from ._mapper import Group, Mapper
 from ._plan import plan
-from ._problems import PlanError
 from ._publish import published
 from ._shards import INDEX, MAX_SHARD_BYTES, ShardFiles, companions, cut_shards, index_of
 from ._source import Source
 from ._spec import Region, TensorSpec
 from ._stream import MEMORY_BUDGET, Batch, Progress, run_batches
-from ._trace import trace
 
 
 @attrs.frozen
@@ -79,7 +77,8 @@ def convert(
         PeerError: Another rank failed.
     """
     with together(group):
-        groups, specs = _planned(source, mapper, target, waive)
+        planned = plan(source, mapper, target, waive=waive)
+        groups, specs = planned.groups, planned.outputs
         outputs = {name: _Output(spec, spec_after(spec, dtype)) for name, spec in specs.items()}
         shards = cut_shards(
             {name: output.written for name, output in outputs.items()},
@@ -113,18 +112,6 @@ def _largest(source: Source, groups: Sequence[Group], specs: Mapping[str, Tensor
         for group in groups
     )
     return max(sizes, default=0)
-
-
-def _planned(
-    source: Source, mapper: Mapper, target: Mapping[str, TensorSpec] | None, waive: Collection[str]
-) -> tuple[Sequence[Group], Mapping[str, TensorSpec]]:
-    if target is not None:
-        planned = plan(source, mapper, target, waive=waive)
-        return planned.groups, planned.outputs
-    groups, specs, problems = trace(source, mapper, waive=waive)
-    if problems:
-        raise PlanError(problems)
-    return groups, {name: spec for name, spec in specs.items() if spec is not None}
 
 
 def _batches(

@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import attrs
 
-from ._collapse import describe_bytes, skeleton
+from ._collapse import skeleton
 from ._describe import describe
+from ._describe_bytes import describe_bytes
 from ._mapper import Group
 from ._mappers._chain import Chain, infer_step, run
 from ._spec import Region, TensorSpec

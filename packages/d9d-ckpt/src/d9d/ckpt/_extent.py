@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -52,25 +51,7 @@ class Extent:
 
     def cut(self, limit: int) -> Iterator[Region]:
         """The part in pieces of `limit` bytes at most (but not less than an element), in the order of the file."""
-        shape, offset = self.part.shape, self.part.offset
-        inner = self.block.spec.dtype.itemsize
-        dim = len(shape)
-        while dim and inner * shape[dim - 1] <= limit:
-            dim -= 1
-            inner *= shape[dim]
-        if dim == 0:
-            yield self.part
-            return
-        dim -= 1  # the dim that is cut, in steps; those before it are cut into single slices
-        step = max(1, limit // inner)
-        for outer in itertools.product(*(range(length) for length in shape[:dim])):
-            for first in range(0, shape[dim], step):
-                position = (*outer, first, *(0 for _ in shape[dim + 1 :]))
-                yield Region(
-                    self.part.name,
-                    tuple(base + step for base, step in zip(offset, position)),
-                    (*(1 for _ in outer), min(step, shape[dim] - first), *shape[dim + 1 :]),
-                )
+        return self.part.cut(max(1, limit // self.block.spec.dtype.itemsize))
 
 
 @attrs.frozen

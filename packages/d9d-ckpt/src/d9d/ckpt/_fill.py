@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ._buffer import buffer
 from ._hands import Fill
-from ._into import input_views
+from ._input_views import input_views
 from ._mapper import Group
 from ._source import Source
 from ._spec import Region, TensorSpec

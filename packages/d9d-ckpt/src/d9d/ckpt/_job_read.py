@@ -15,7 +15,7 @@ from ._fill import Target
 from ._header import Header, read_header
 from ._json import JSON
 from ._load import fill_targets
-from ._local import local_part
+from ._local import local_part, require_tensors
 from ._manifest import Manifest, Stored
 from ._names import natural_key, quote_with_nearest
 from ._source import Source, read_extents
@@ -157,6 +157,7 @@ class JobCheckpoint:
         """
         asked = set[str]().union(*all_gather(list(tensors), self._group))
         with together(self._group):
+            require_tensors(tensors)
             self._check(tensors, asked)
         with together(self._group):
             jobs: list[tuple[None, Target]] = []

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._collective import all_gather, together
-from ._local import local_part, require_dense
+from ._local import local_part, require_dense, require_tensors
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 
@@ -40,6 +40,7 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
         ValueError: Ranks disagree on a tensor, hold only a part of it together, or have one on meta or a sparse one.
     """
     with together(group):
+        require_tensors(state)
         # found out on the way, it would leave other ranks waiting
         absent = [name for name, tensor in state.items() if tensor.is_meta]
         if absent:

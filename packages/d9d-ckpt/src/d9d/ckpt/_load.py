@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._fill import Target, batches_of
-from ._local import local_part, require_dense
+from ._local import local_part, require_dense, require_tensors
 from ._mapper import Group, Mapper
 from ._plan import plan
 from ._problems import PlanError
@@ -51,6 +51,7 @@ def load(
         ReadError: A file was cut or changed, or cannot be read. Part of `state` may be filled.
         ValueError: A tensor has no memory, as it is on meta, or less than it has elements; all are listed.
     """
+    require_tensors(state)
     specs = {name: TensorSpec.of(tensor) for name, tensor in state.items()}
     planned = plan(source, mapper, specs if target is None else target, select=state.keys(), waive=waive)
     differing = [

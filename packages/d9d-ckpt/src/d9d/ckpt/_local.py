@@ -28,6 +28,15 @@ def require_dense(tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"tensors of a sparse layout are neither read nor written, call `to_dense` first: {sparse!r}")
 
 
+def require_tensors(state: Mapping[str, Tensor]) -> None:
+    """Raises a TypeError that names what is no tensor, as of a module or the state of an optimizer."""
+    if not isinstance(state, Mapping):
+        raise TypeError(f"tensors by name are needed, got a {type(state).__name__}: give its state_dict()")
+    others = [f"{name!r} is a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)]
+    if others:
+        raise TypeError(f"tensors by name are needed, but {', '.join(others)}")
+
+
 def local_part(name: str, tensor: Tensor) -> tuple[Tensor, Region]:
     """What this rank holds of the tensor called `name`, sharing its memory, and which region of it that is."""
     tensor = tensor.detach()

@@ -18,6 +18,30 @@ from ._parse_json import is_text, parse_json, repeated
 from ._spec import Region, TensorSpec
 
 MANIFEST = "manifest.json"
+
+
+def job_directory(path: Path) -> Path | None:
+    """The directory of the job checkpoint that `path` or its manifest is; None where it is none."""
+    directory = path.parent if path.name == MANIFEST else path
+    if not (directory / MANIFEST).exists():
+        return None
+    files = [file.name for file in directory.glob("*.safetensors")]
+    # others have a `manifest.json` too
+    is_of_job = not files or any(re.fullmatch(r"rank-[0-9]{5,}\.safetensors", file) for file in files)
+    return directory if is_of_job else None
+
+
+def not_found(path: Path) -> FileNotFoundError:
+    """Says that there is no checkpoint, or which job checkpoints may be meant."""
+    steps = sorted(found.name for found in path.glob("step-*") if job_directory(found) is not None)
+    if steps:
+        last = str(path / steps[-1])
+        return FileNotFoundError(f"{str(path)!r} has {len(steps)} job checkpoint(s): name one, such as {last!r}")
+    if path.is_dir():
+        return FileNotFoundError(f"no .safetensors file in {str(path)!r}")
+    return FileNotFoundError(f"no checkpoint at {str(path)!r}")
+
+
 FORMAT = {"format": "d9d job checkpoint", "version": 1}
 
 
@@ -100,14 +124,6 @@ class Manifest:
             if found != rank.nbytes:
                 raise ValueError(f"{rank.file!r} should have {rank.nbytes} bytes, has {found}")
         return manifest
-
-
-def is_job_directory(directory: Path) -> bool:
-    """Whether a directory is that of a job checkpoint, sound or not: others have a `manifest.json` too."""
-    if not (directory / MANIFEST).exists():
-        return False
-    files = [path.name for path in directory.glob("*.safetensors")]
-    return not files or any(re.fullmatch(r"rank-[0-9]{5,}\.safetensors", file) for file in files)
 
 
 class UnknownFormatError(RuntimeError):

@@ -20,8 +20,8 @@ __all__ = [
     "matches",
     "natural_key",
     "quote_with_nearest",
+    "require_list",
     "require_same_fields",
-    "require_several",
 ]
 
 _QUOTED_WITH_NEAREST = 30
@@ -144,20 +144,20 @@ def as_pattern(text: str | Pattern) -> Pattern:
     return text if isinstance(text, Pattern) else Pattern(text)
 
 
+def require_list(names: object) -> None:
+    """Raises a TypeError for one text, whose letters would be taken for names."""
+    if isinstance(names, str):
+        raise TypeError(f"several names are a list, got the text {names!r}")
+
+
 def as_patterns(texts: Iterable[str | Pattern]) -> tuple[Pattern, ...]:
     """Converter for fields of leaves that have several names.
 
     Raises:
-        TypeError: It is one text, whose letters would be taken for names.
+        TypeError: It is one text.
     """
-    require_several(texts)
+    require_list(texts)
     return tuple(map(as_pattern, texts))
-
-
-def require_several(names: object) -> None:
-    """Raises a TypeError if one text takes the place of a list of names: its letters would be taken for names."""
-    if isinstance(names, str):
-        raise TypeError(f"several names are a list, got the text {names!r}")
 
 
 def require_same_fields(*patterns: Pattern) -> None:

@@ -10,7 +10,7 @@ import attrs
 
 from ._explain import explain
 from ._mapper import Group
-from ._names import natural_key, quote_with_nearest, require_several
+from ._names import natural_key, quote_with_nearest, require_list
 from ._picture import Picture
 from ._problems import PlanError
 from ._spec import Region, TensorSpec
@@ -53,8 +53,9 @@ class Plan:
 
         Raises:
             PlanError: A name is none of an output, or a region is not within it.
+            TypeError: It is one text, whose letters would be taken for names.
         """
-        require_several(want)
+        require_list(want)
         wants: dict[str, list[Region]] = {}
         unknown: set[str] = set()
         problems: list[str] = []

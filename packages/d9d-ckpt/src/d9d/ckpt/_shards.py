@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._files import TensorFileWriter
 from ._index import fault_of_file_name
-from ._manifest import MANIFEST, is_job_directory
+from ._manifest import MANIFEST, job_directory
 from ._names import natural_key
 from ._spec import TensorSpec
 
@@ -147,7 +147,7 @@ def companions(directory: Path) -> list[Path]:
         if (path.suffix in _COPIED or path.stem in _COPIED_STEMS)
         and not path.name.startswith(".")
         and not path.name.endswith(".index.json")
-        and not (path.name == MANIFEST and is_job_directory(directory))
+        and not (path.name == MANIFEST and job_directory(directory) is not None)
         and path.is_file()
     ]
 

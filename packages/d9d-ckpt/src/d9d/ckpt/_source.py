@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from os import PathLike
 from pathlib import Path
 
 import attrs
@@ -17,6 +16,7 @@ from ._findings import Problem
 from ._hands import Fill
 from ._header import Header, read_header
 from ._index import Index, read_index
+from ._manifest import not_found
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 from ._stream import read_now
@@ -57,7 +57,7 @@ class CheckpointError(ValueError):
 
 
 @attrs.frozen
-class _Located:
+class Located:
     """A tensor in a file, and what the file is called."""
 
     file: str
@@ -67,7 +67,7 @@ class _Located:
 class FileSource(Source):
     """Tensors in safetensors files, in natural order of their names."""
 
-    def __init__(self, located: Mapping[str, _Located]) -> None:
+    def __init__(self, located: Mapping[str, Located]) -> None:
         self._located = {name: located[name] for name in sorted(located, key=natural_key)}
 
     def __getitem__(self, name: str) -> TensorSpec:
@@ -97,39 +97,14 @@ def read_extents(region: Region, dtype: torch.dtype, extents: Sequence[Extent]) 
     return values
 
 
-def open_checkpoint(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -> Source:
-    """Opens a checkpoint in the Hugging Face layout; only headers are read.
-
-    Args:
-        path: A `.safetensors` file, a `.safetensors.index.json`, or a directory with one index, or with files alone;
-            or several of these, which are one checkpoint then.
+def locate(path: Path) -> Mapping[str, Located]:
+    """The tensors of a file, an index or a directory.
 
     Raises:
         FileNotFoundError: Nothing of the kind is there.
-        CheckpointError: Files and index contradict each other, or several hold one name; all of it is listed.
+        CheckpointError: Files and index contradict each other.
         ValueError: A file or the index is damaged.
     """
-    if isinstance(path, (str, PathLike)):
-        return FileSource(_open(Path(path)))
-    paths = list(map(Path, path))
-    if not paths:
-        raise ValueError("a checkpoint of no paths: name at least one")
-    holders: dict[str, list[_Located]] = {}
-    for one in paths:
-        directory = one if one.is_dir() else one.parent
-        for name, located in _open(one).items():
-            holders.setdefault(name, []).append(attrs.evolve(located, file=str(directory / located.file)))
-    problems = [
-        f"{name!r} is in several files: {[one.file for one in found]}"
-        for name, found in holders.items()
-        if len(found) > 1
-    ]
-    if problems:
-        raise CheckpointError([str(one) for one in paths], problems)
-    return FileSource({name: found[0] for name, found in holders.items()})
-
-
-def _open(path: Path) -> Mapping[str, _Located]:
     if path.is_dir():
         indexes = sorted(path.glob("*.safetensors.index.json"))
         if len(indexes) > 1:
@@ -138,14 +113,14 @@ def _open(path: Path) -> Mapping[str, _Located]:
             return _open_index(indexes[0])
         files = sorted(path.glob("*.safetensors"))
         if not files:
-            raise FileNotFoundError(f"no .safetensors file in {str(path)!r}")
+            raise not_found(path)
         return _open_files(path, files, gaps_in_numbers(file.name for file in files))
     if not path.is_file():
-        raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+        raise not_found(path)
     return _open_index(path) if path.suffix == ".json" else _open_files(path, [path])
 
 
-def _open_index(path: Path) -> Mapping[str, _Located]:
+def _open_index(path: Path) -> Mapping[str, Located]:
     index = read_index(path)
     files = [path.parent / name for name in index.files]
     present = [file for file in files if file.is_file()]
@@ -155,7 +130,7 @@ def _open_index(path: Path) -> Mapping[str, _Located]:
 
 def _open_files(
     path: Path, files: Iterable[Path], problems: Iterable[Problem] = (), index: Index | None = None
-) -> Mapping[str, _Located]:
+) -> Mapping[str, Located]:
     """The tensors of files in one directory, unless there are `problems` with them, or between them and the index."""
     headers = {file.name: read_header(file) for file in files}
     problems = [*problems, *duplicates(headers), *(contradictions(index, headers) if index is not None else ())]
@@ -167,8 +142,8 @@ def _open_files(
     }
 
 
-def _locate(file: Path, header: Header) -> Mapping[str, _Located]:
+def _locate(file: Path, header: Header) -> Mapping[str, Located]:
     return {
-        name: _Located(file.name, Block(file, header.nbytes, entry.start, entry.spec))
+        name: Located(file.name, Block(file, header.nbytes, entry.start, entry.spec))
         for name, entry in header.entries.items()
     }

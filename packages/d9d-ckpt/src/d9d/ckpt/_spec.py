@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import attrs
 import torch
@@ -88,6 +88,17 @@ class Region:
         return Region(
             self.name, (*self.offset[:dim], *self.offset[dim + 1 :]), (*self.shape[:dim], *self.shape[dim + 1 :])
         )
+
+    def cut(self, limit: int) -> Iterator[Region]:
+        """Rectangles of at most `limit` elements, which is 1 or more, that cover it in the order of its elements."""
+        if self.numel <= limit:
+            yield self
+            return
+        dim = next(dim for dim, length in enumerate(self.shape) if length > 1)
+        step = max(1, limit // math.prod(self.shape[dim + 1 :]))
+        start, stop = self.offset[dim], self.offset[dim] + self.shape[dim]
+        for first in range(start, stop, step):
+            yield from self.replaced(dim, first, min(step, stop - first)).cut(limit)
 
     def intersect(self, other: Region) -> Region | None:
         """What both regions of one tensor cover; None where that is empty."""

@@ -7,8 +7,9 @@ from typing import Any
 
 import attrs
 
-from ._collapse import Collapsed, collapse, describe_bytes, skeleton
+from ._collapse import Collapsed, collapse, skeleton
 from ._describe import kinds
+from ._describe_bytes import describe_bytes
 from ._mapper import Group
 from ._spec import Region, TensorSpec
 

@@ -9,7 +9,7 @@ from ._collector import collector_paused
 from ._mapper import Group, Mapper, bound, by_name
 from ._mappers._chain import infer_known
 from ._name_index import Names
-from ._names import Pattern, natural_key, quote_with_nearest, require_several
+from ._names import Pattern, natural_key, quote_with_nearest, require_list
 from ._spec import TensorSpec
 
 
@@ -22,7 +22,7 @@ def trace(
         The groups in natural order of their first output; the specs of what they make, None where a problem hides
         it; the problems.
     """
-    require_several(waive)
+    require_list(waive)
     with collector_paused():
         return _trace(dict(source), mapper, waive)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from os import PathLike
 from pathlib import Path
 
-from ._manifest import MANIFEST, is_job_directory
+from ._manifest import job_directory
 from ._report import Report
 from ._verify_files import verify_files
 from ._verify_job import verify_job
@@ -26,8 +26,7 @@ def verify(path: str | PathLike[str], *, values: bool = False, contents: bool = 
         FileNotFoundError: There is no checkpoint.
     """
     path = Path(path)
-    if path.name == MANIFEST:
-        path = path.parent
-    if is_job_directory(path):
-        return verify_job(path, values=values, contents=contents)
+    job = job_directory(path)
+    if job is not None:
+        return verify_job(job, values=values, contents=contents)
     return verify_files(path, values=values, contents=contents)

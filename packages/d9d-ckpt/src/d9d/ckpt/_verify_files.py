@@ -11,6 +11,7 @@ from ._cross_check import absent_files, contradictions, duplicates, gaps_in_numb
 from ._findings import Problem, ProblemKind
 from ._header import Inspection, inspect_header
 from ._index import Index, inspect_index
+from ._manifest import not_found
 from ._names import natural_key
 from ._report import Report
 from ._verify_data import Data, check_data
@@ -66,14 +67,14 @@ def _look(path: Path) -> tuple[Path, list[str], list[str]]:
     """The directory, and which indexes and files of it are meant."""
     if not path.is_dir():
         if not path.exists():
-            raise FileNotFoundError(f"no checkpoint at {str(path)!r}")
+            raise not_found(path)
         return (path.parent, [path.name], []) if path.suffix == ".json" else (path.parent, [], [path.name])
     indexes, files = (
         sorted((found.name for found in path.glob(pattern)), key=natural_key)
         for pattern in ("*.safetensors.index.json", "*.safetensors")
     )
     if not indexes and not files:
-        raise FileNotFoundError(f"no .safetensors file in {str(path)!r}")
+        raise not_found(path)
     return path, indexes, files
 
 

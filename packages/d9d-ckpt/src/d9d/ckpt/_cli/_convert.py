@@ -15,11 +15,13 @@ import torch.distributed as dist
 
 from .._collective import rank_of
 from .._convert import convert
+from .._describe_bytes import describe_bytes
+from .._open import open_checkpoint
 from .._toml_values import WrongValueError, dtype_of
+from ._directory import directory_of
 from ._exit_codes import FINE
 from ._mapper_arguments import add_mapper_arguments, mapper_of, target_of
-from ._open import directory_of, open_source
-from ._output import Output, human_bytes
+from ._output import Output
 
 if TYPE_CHECKING:
     from ._ls import Subparsers
@@ -58,7 +60,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         first = rank_of(None) == 0
         with output.progress("converting") if first else nullcontext() as progress:
             convert(
-                open_source(arguments.source),
+                open_checkpoint(arguments.source),
                 mapper,
                 arguments.out,
                 target=target,
@@ -70,10 +72,10 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
                 **({} if arguments.memory is None else {"memory_budget": arguments.memory}),
             )
         if first:
-            written = open_source(arguments.out)
+            written = open_checkpoint(arguments.out)
             nbytes = sum(spec.nbytes for spec in written.values())
             files = len({written.file(name) for name in written})
-            output.line(f"{arguments.out}: {len(written)} tensors, {human_bytes(nbytes)} in {files} file(s)")
+            output.line(f"{arguments.out}: {len(written)} tensors, {describe_bytes(nbytes)} in {files} file(s)")
     return FINE
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from .._diff import TensorDifference, diff
 from .._names import quote_with_nearest
+from .._open import open_checkpoint
 from ._exit_codes import FINE, FOUND
-from ._open import open_source
 from ._output import Output, printable
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it."""
-    left, right = open_source(arguments.left), open_source(arguments.right)
+    left, right = open_checkpoint(arguments.left), open_checkpoint(arguments.right)
     with output.progress("comparing") as progress:
         found = diff(
             left,

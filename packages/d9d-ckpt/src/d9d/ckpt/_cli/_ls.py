@@ -9,11 +9,12 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .._describe_bytes import describe_bytes
 from .._dtypes import DTYPE_NAMES
+from .._open import open_checkpoint
 from .._source import Source
 from ._exit_codes import FINE, FOUND
-from ._open import open_source
-from ._output import Output, human_bytes, printable
+from ._output import Output, printable
 
 if TYPE_CHECKING:
     Subparsers = argparse._SubParsersAction[argparse.ArgumentParser]  # noqa: SLF001  # it has no public name
@@ -31,7 +32,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it; that nothing is like the globs is a finding."""
-    source = open_source(arguments.path)
+    source = open_checkpoint(arguments.path)
     names = matching(source, arguments.globs)
     if arguments.json:
         output.line(json.dumps(_document(source, names), indent=1))
@@ -64,7 +65,7 @@ def matching(source: Source, globs: Collection[str]) -> list[str]:
 def _total(source: Source, names: Collection[str]) -> str:
     files = len({source.file(name) for name in names})
     nbytes = sum(source[name].nbytes for name in names)
-    return f"{len(names)} tensors, {human_bytes(nbytes)} in {files} file(s)"
+    return f"{len(names)} tensors, {describe_bytes(nbytes)} in {files} file(s)"
 
 
 def _list_files(source: Source, names: Collection[str], output: Output) -> None:

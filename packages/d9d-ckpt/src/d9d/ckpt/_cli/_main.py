@@ -9,7 +9,7 @@ import sys
 from collections.abc import Sequence
 
 from .._collective import PeerError
-from .._plan import PlanError
+from .._problems import PlanError
 from . import _convert, _diff, _ls, _plan, _show, _verify
 from ._exit_codes import BROKEN_PIPE, FOUND, INTERRUPTED, USAGE
 from ._output import make_output

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from .._import_path import import_path, is_mapper
 from .._mapper import Mapper
 from .._mappers import Identity
+from .._open import open_checkpoint
 from .._spec import TensorSpec
 from .._toml import read_toml
-from ._open import open_source
 
 
 def add_mapper_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +61,7 @@ def target_of(text: str) -> Mapping[str, TensorSpec]:
         OSError: A checkpoint cannot be read.
     """
     if ":" not in text or Path(text).exists():
-        return dict(open_source(Path(text)))
+        return dict(open_checkpoint(Path(text)))
     found = _import(text)
     if isinstance(found, nn.Module):
         found = found.state_dict()

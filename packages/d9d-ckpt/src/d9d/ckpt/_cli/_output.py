@@ -62,15 +62,3 @@ def make_output(*, plain: bool) -> Output:
 def printable(name: str) -> str:
     """A name as it is, or quoted where it could be misread or move the cursor: files may hold any."""
     return name if name.isprintable() and name.strip() == name != "" else repr(name)
-
-
-def human_bytes(nbytes: int) -> str:
-    """A size in decimal units, with three digits."""
-    if nbytes < 1000:
-        return f"{nbytes} B"
-    size = float(nbytes)
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if size < 999.5:
-            return f"{size:.3g} {unit}"
-        size /= 1000
-    return f"{size:.3g} PB"

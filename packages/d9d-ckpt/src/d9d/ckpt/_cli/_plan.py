@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .._plan import PlanError, plan, trace
-from .._spec import TensorSpec
+from .._open import open_checkpoint
+from .._plan import plan
 from ._exit_codes import FINE
 from ._mapper_arguments import add_mapper_arguments, mapper_of, target_of
-from ._open import open_source
 from ._output import Output
 
 if TYPE_CHECKING:
@@ -44,15 +42,8 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it."""
-    source, mapper = open_source(arguments.source), mapper_of(arguments)
-    target: Mapping[str, TensorSpec]
-    if arguments.target is None:
-        _, outputs, problems = trace(source, mapper, waive=arguments.waive)
-        if problems:
-            raise PlanError(problems)
-        target = {name: spec for name, spec in outputs.items() if spec is not None}
-    else:
-        target = target_of(arguments.target)
+    source, mapper = open_checkpoint(arguments.source), mapper_of(arguments)
+    target = None if arguments.target is None else target_of(arguments.target)
     planned = plan(source, mapper, target, waive=arguments.waive)
     for name in arguments.explain:
         output.line(planned.explain(name))

@@ -7,17 +7,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .._describe_bytes import describe_bytes
 from .._dtypes import DTYPE_NAMES
 from .._header import read_header
-from .._job_read import JobSource
-from .._manifest import Manifest
+from .._manifest import Manifest, job_directory
 from .._names import quote_with_nearest
+from .._open import open_checkpoint
 from .._source import Source
 from .._tiles import tiles
+from ._directory import directory_of
 from ._exit_codes import FINE
 from ._ls import matching
-from ._open import directory_of, open_source
-from ._output import Output, human_bytes, printable
+from ._output import Output, printable
 from ._statistics import statistics_of
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def add_parser(commands: Subparsers) -> None:
 
 def run(arguments: argparse.Namespace, output: Output) -> int:
     """Runs it."""
-    source = open_source(arguments.path)
+    source = open_checkpoint(arguments.path)
     unknown = [name for name in arguments.names if not matching(source, [name])]
     if unknown:
         raise ValueError(f"no tensor is called {', '.join(quote_with_nearest(unknown, source.keys()))}")
@@ -46,7 +47,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
         output.line(printable(name))
         output.line(f"  dtype   {DTYPE_NAMES[spec.dtype]}")
         output.line(f"  shape   {list(spec.shape)}")
-        output.line(f"  bytes   {spec.nbytes} ({human_bytes(spec.nbytes)})")
+        output.line(f"  bytes   {spec.nbytes} ({describe_bytes(spec.nbytes)})")
         for place in _places(arguments.path, source, name):
             output.line(f"  in      {place}")
         for label, value in statistics_of(source, name):
@@ -59,7 +60,7 @@ def run(arguments: argparse.Namespace, output: Output) -> int:
 def _places(path: Path, source: Source, name: str) -> Iterator[str]:
     """Where the bytes of a tensor are."""
     directory = directory_of(path)
-    if isinstance(source, JobSource):
+    if job_directory(path) is not None:
         for stored in Manifest.read(directory).stored[name]:
             stops = [start + length for start, length in zip(stored.region.offset, stored.region.shape)]
             entry = read_header(directory / stored.file).entries[stored.key]
