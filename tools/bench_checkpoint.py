@@ -37,8 +37,8 @@ from torch.distributed.tensor import DTensor, Shard
 
 from d9d.ckpt import Identity, Mapper, Stack, TensorSpec, convert, load, open_checkpoint
 from d9d.ckpt._files import TensorFileWriter
-from d9d.ckpt._hands import memory_of
 from d9d.ckpt._header import read_header
+from d9d.ckpt._memory import memory_of
 from d9d.ckpt._stream import count_threads
 from d9d.mesh.testing import run_world, stop_worlds
 

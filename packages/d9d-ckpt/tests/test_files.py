@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from d9d.ckpt._dtypes import DTYPES
 from d9d.ckpt._files import TensorFileWriter
-from d9d.ckpt._hands import memory_of
+from d9d.ckpt._memory import memory_of
 from d9d.ckpt._spec import TensorSpec
 
 

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
+
+from ._memory import memory_of
 
 T = TypeVar("T")
 
@@ -30,8 +35,19 @@ def all_gather(value: T, group: ProcessGroup | None) -> list[T]:
     """Every rank's value, in order of ranks."""
     if size_of(group) == 1:
         return [value]
-    gathered: list[Any] = [None] * size_of(group)
-    dist.all_gather_object(gathered, value, group)
+    # torch's own collective of objects needs numpy, which torch does not bring
+    mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    device = torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
+    lengths = [int(length) for length in _gather_tensors(torch.tensor([len(mine)], device=device), group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    padded[: len(mine)] = mine
+    pickled = [data[:length].cpu() for data, length in zip(_gather_tensors(padded, group), lengths)]
+    return [pickle.loads(memory_of(data)) for data in pickled]  # noqa: S301  # of a rank of this job
+
+
+def _gather_tensors(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
+    gathered = [torch.empty_like(tensor) for _ in range(size_of(group))]
+    dist.all_gather(gathered, tensor, group)
     return gathered
 
 

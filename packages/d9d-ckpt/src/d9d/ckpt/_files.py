@@ -14,7 +14,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from ._dtypes import DTYPE_NAMES
-from ._hands import memory_of
+from ._memory import memory_of
 from ._spec import TensorSpec
 
 

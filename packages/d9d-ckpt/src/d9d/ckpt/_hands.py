@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import zlib
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._extent import Block, Extent, bridged, contiguous_strides, find_runs, run_nbytes
+from ._memory import memory_of
 from ._spec import Region
 
 PIECE = 4 << 20
@@ -199,14 +199,6 @@ def _is_direct(extent: Extent, into: Tensor) -> bool:
         return False  # the copy refuses it
     run = run_nbytes(spec.shape, shape, into.stride(), spec.dtype.itemsize)
     return run >= _SHORT_RUN or run == run_nbytes(spec.shape, shape, contiguous_strides(shape), spec.dtype.itemsize)
-
-
-def memory_of(tensor: Tensor) -> memoryview:
-    """The memory of a CPU tensor from its first to its last element, which must outlive the view."""
-    if not tensor.numel():
-        return memoryview(b"")
-    last = sum((length - 1) * stride for length, stride in zip(tensor.shape, tensor.stride()))
-    return memoryview((ctypes.c_ubyte * ((last + 1) * tensor.element_size())).from_address(tensor.data_ptr())).cast("B")
 
 
 def _copy_serially(source: Tensor, target: Tensor) -> None:

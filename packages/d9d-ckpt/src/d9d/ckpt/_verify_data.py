@@ -13,8 +13,8 @@ from torch import Tensor
 
 from ._blocks import blocks
 from ._findings import Problem, ProblemKind
-from ._hands import memory_of
 from ._header import Entry
+from ._memory import memory_of
 from ._names import natural_key
 
 

@@ -11,9 +11,9 @@ import torch
 
 from ._blocks import blocks
 from ._findings import Problem, ProblemKind
-from ._hands import memory_of
 from ._header import Entry, Header, inspect_header
 from ._manifest import MANIFEST, Manifest, Stored, UnknownFormatError, fault_of_coverage, parse_manifest
+from ._memory import memory_of
 from ._names import natural_key
 from ._report import Report
 from ._spec import TensorSpec

@@ -1,15 +1,9 @@
-"""Tables and progress bars by `rich`. The only module that imports it."""
+"""Tables and progress bars by `rich`, which is imported here alone, and only when there is something to draw."""
 
 from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-
-from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
-from rich.progress import Progress as Bars
-from rich.table import Table
-from rich.text import Text
 
 from .._stream import Progress
 
@@ -18,12 +12,19 @@ class RichOutput:
     """Text for a terminal. Whatever comes from a file is taken as text, not as markup."""
 
     def __init__(self) -> None:
+        from rich.console import Console  # noqa: PLC0415
+
         self._console = Console(highlight=False)
 
     def line(self, text: str) -> None:
+        from rich.text import Text  # noqa: PLC0415
+
         self._console.print(Text(text), soft_wrap=True)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[str]], *, right: Sequence[str] = ()) -> None:
+        from rich.table import Table  # noqa: PLC0415
+        from rich.text import Text  # noqa: PLC0415
+
         table = Table(box=None, header_style="bold", pad_edge=False)
         for column in columns:
             table.add_column(column, justify="right" if column in right else "left", overflow="fold")
@@ -33,14 +34,17 @@ class RichOutput:
 
     @contextmanager
     def progress(self, title: str) -> Generator[Progress | None]:
+        from rich import progress  # noqa: PLC0415
+        from rich.console import Console  # noqa: PLC0415
+
         columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeRemainingColumn(),
+            progress.TextColumn("{task.description}"),
+            progress.BarColumn(),
+            progress.DownloadColumn(),
+            progress.TransferSpeedColumn(),
+            progress.TimeRemainingColumn(),
         )
-        with Bars(*columns, console=Console(stderr=True), transient=True) as bars:
+        with progress.Progress(*columns, console=Console(stderr=True), transient=True) as bars:
             task = bars.add_task(title, total=None)
 
             def show(done: int, total: int) -> None:
