@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,16 @@ def all_gather(value: T, group: ProcessGroup | None) -> list[T]:
     """Every rank's value, in order of ranks."""
     if size_of(group) == 1:
         return [value]
-    # torch's own collective of objects needs numpy, which torch does not bring
+    if "cpu:" not in dist.get_backend_config(group):  # it goes through device memory
+        gathered: list[Any] = [None] * size_of(group)
+        dist.all_gather_object(gathered, value, group)
+        return gathered
+    # torch's collective of objects needs numpy, which torch does not bring
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-    device = torch.device("cpu" if "cpu:" in dist.get_backend_config(group) else "cuda")
-    lengths = [int(length) for length in _gather_tensors(torch.tensor([len(mine)], device=device), group)]
-    padded = torch.zeros(max(lengths), dtype=torch.uint8, device=device)
+    lengths = [int(length) for length in _gather_tensors(torch.tensor([len(mine)]), group)]
+    padded = torch.zeros(max(lengths), dtype=torch.uint8)
     padded[: len(mine)] = mine
-    pickled = [data[:length].cpu() for data, length in zip(_gather_tensors(padded, group), lengths)]
+    pickled = [data[:length] for data, length in zip(_gather_tensors(padded, group), lengths)]
     return [pickle.loads(memory_of(data)) for data in pickled]  # noqa: S301  # of a rank of this job
 
 
