@@ -400,7 +400,6 @@ class Terminal:
 
 
 def test_tables_on_a_terminal(tmp_path, call, monkeypatch):
-    pytest.importorskip("rich")
     save_file({"[bold]a[/bold]": torch.ones(2, 3)}, tmp_path / "w.safetensors")
     plain = call("ls", tmp_path)[1]
     monkeypatch.setenv("TERM", "xterm")

@@ -258,7 +258,7 @@ def fuzz(directory, count, seed):
                 except ALLOWED as error:
                     found = None
                     message = str(error)
-        except BaseException:
+        except BaseException:  # whatever it is: without the mutant nobody could look into it
             sys.stderr.write(f"mutant of {file}: {content!r}\n")
             raise
         outside = [path for path in paths if not path.startswith(base + os.sep) or os.sep in path[len(base) + 1 :]]

@@ -57,7 +57,7 @@ class TensorFileWriter:
             self._write_all(memoryview(len(text).to_bytes(8, "little") + text))
             with _naming(path):
                 self._file.truncate(self.nbytes)
-        except BaseException:
+        except BaseException:  # an interrupt too: nobody else has this file to close it
             self._file.close()
             raise
 
