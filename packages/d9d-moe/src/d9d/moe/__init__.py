@@ -2,13 +2,16 @@
 
 from ._all_to_all import AllToAllDispatcher, AllToAllDispatcherConfig
 from ._dispatch import (
+    Arrived,
     Dispatched,
     Dispatcher,
     DispatcherConfig,
     DispatchNeed,
+    PendingDispatch,
     dispatchers,
 )
 from ._experts import GroupedSwiGLU
+from ._gated import silu_mul, silu_mul_pair
 from ._grouped_mm import (
     Capabilities,
     EagerGroupedMMConfig,
@@ -31,15 +34,19 @@ __all__ = [
     "Routing",
     "SwiGLU",
     "TopKRouter",
+    "silu_mul",
+    "silu_mul_pair",
     # Dispatch
     "AllToAllDispatcher",
     "AllToAllDispatcherConfig",
+    "Arrived",
     "DispatchNeed",
     "Dispatched",
     "Dispatcher",
     "DispatcherConfig",
     "LocalDispatcher",
     "LocalDispatcherConfig",
+    "PendingDispatch",
     "dispatchers",
     # Grouped matrix product
     "Capabilities",

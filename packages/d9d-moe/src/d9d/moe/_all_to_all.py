@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ._dispatch import Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
+from ._dispatch import Arrived, Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
 from ._rows import RowIndex, gather_rows, group_by_destination, sum_rows
 
 
@@ -76,6 +76,10 @@ class AllToAllDispatcher:
         probs_N = probs_RK.flatten().gather(0, local.slot_N)
         handle = AllToAllHandle(sent, local, send_splits, receive_splits)
         return Dispatched(gather_rows(x_RH, local), probs_N, local.count_D, handle)
+
+    def dispatch_async(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Arrived[AllToAllHandle]:
+        """Dispatch; see Dispatcher."""
+        return Arrived(self.dispatch(x_TH, ids_TK, probs_TK))
 
     def combine(self, y_NH: Tensor, handle: AllToAllHandle) -> Tensor:
         """Sum here, send back, sum there; see Dispatcher. Partial sums travel in the dtype of y."""

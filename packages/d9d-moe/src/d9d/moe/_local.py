@@ -9,7 +9,7 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from ._dispatch import Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
+from ._dispatch import Arrived, Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
 from ._rows import RowIndex, gather_rows, group_by_destination, sum_rows
 
 
@@ -25,6 +25,10 @@ class LocalDispatcher:
         index = group_by_destination(ids_TK, self.num_experts, rows=ids_TK.numel())
         probs_N = probs_TK.flatten().gather(0, index.slot_N)
         return Dispatched(gather_rows(x_TH, index), probs_N, index.count_D, index)
+
+    def dispatch_async(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Arrived[RowIndex]:
+        """Dispatch: nothing travels; see Dispatcher."""
+        return Arrived(self.dispatch(x_TH, ids_TK, probs_TK))
 
     def combine(self, y_NH: Tensor, handle: RowIndex) -> Tensor:
         """Sum the rows of each token; see Dispatcher."""
