@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
-from d9d.moe import GroupedSwiGLU, MoELayer, SwiGLU, TopKRouter
+from d9d.moe import GroupedSwiGLU, MoELayer, SoftmaxScoring, SwiGLU, TopKRouter
 
 torch.set_num_threads(1)
 HIDDEN, INTERMEDIATE = 6, 5
@@ -18,7 +18,7 @@ HIDDEN, INTERMEDIATE = 6, 5
 
 def make_layer(num_experts, top_k, *, renormalize=True, seed=0):
     torch.manual_seed(seed)
-    router = TopKRouter(HIDDEN, num_experts, top_k, renormalize=renormalize)
+    router = TopKRouter(HIDDEN, num_experts, top_k, scoring=SoftmaxScoring(renormalize=renormalize))
     return MoELayer(router, GroupedSwiGLU(num_experts, HIDDEN, INTERMEDIATE)).double()
 
 
