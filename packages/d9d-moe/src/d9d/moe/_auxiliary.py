@@ -33,5 +33,5 @@ class _AttachAuxiliary(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        return grad, torch.ones((), dtype=ctx.aux_dtype, device=ctx.aux_device)
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
+        return gradients[0], torch.ones((), dtype=ctx.aux_dtype, device=ctx.aux_device)

@@ -58,7 +58,8 @@ class GroupLimited:
         best_TG = of_group_TG.topk(self.top_groups, dim=-1, sorted=False).indices
         is_open_TG = torch.zeros_like(of_group_TG, dtype=torch.bool).scatter(1, best_TG, True)  # noqa: FBT003
         within_TGB = scores_TGB.masked_fill(~is_open_TG[..., None], -math.inf)
-        return within_TGB.flatten(1).topk(top_k, dim=-1).indices
+        ids_TK: Tensor = within_TGB.flatten(1).topk(top_k, dim=-1).indices
+        return ids_TK
 
     def check(self, num_experts: int, top_k: int) -> None:
         """See Selection."""
