@@ -183,9 +183,9 @@ def expected_of(flavour, layer, x, upstream, top_k, **options):
     p = {name: w.detach().clone().requires_grad_() for name, w in layer.named_parameters()}
     leaves = {"": x.detach().clone().requires_grad_(), **p}
     out, auxiliary, load = by_loop(flavour, p, leaves[""], top_k, expert_bias=layer.router.expert_bias, **options)
-    total = (out * upstream).sum() + auxiliary
-    # What no token reached has no part in the graph; its gradient is zero.
-    found = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+    # What no token reached has no part in the output; its gradient is zero.
+    total = (out * upstream).sum() + auxiliary + sum(0 * leaf.sum() for leaf in leaves.values())
+    found = torch.autograd.grad(total, list(leaves.values()))
     return out.detach(), load, dict(zip(leaves, found))
 
 

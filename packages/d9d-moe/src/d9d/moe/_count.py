@@ -7,21 +7,12 @@ import torch
 from torch import Tensor
 
 
-# An operator, because torch.compile would fix at compile time whether a forward is a recompute.
-@torch.library.custom_op("d9d_moe::count_tokens", mutates_args=("load_E",))
 def count_tokens(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
     """Add to load_E (int64) the tokens given to each expert, except where the mask is False, and in recompute."""
-    if is_recomputing():
-        return
-    ones_TK = torch.ones_like(ids_TK)
-    if mask_T is not None:
-        ones_TK *= mask_T[:, None]
-    load_E.scatter_add_(0, ids_TK.flatten(), ones_TK.flatten())
-
-
-@count_tokens.register_fake
-def _(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
-    del load_E, ids_TK, mask_T
+    if torch.compiler.is_compiling():
+        _op(load_E, ids_TK, mask_T)
+    else:  # the first call of an operator takes seconds, to import what only compilers need
+        _count(load_E, ids_TK, mask_T)
 
 
 def is_recomputing() -> bool:
@@ -30,3 +21,22 @@ def is_recomputing() -> bool:
     torch has no public way to ask; torch.utils.checkpoint itself asks so.
     """
     return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
+
+
+@torch.no_grad()
+def _count(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
+    if is_recomputing():
+        return
+    ones_TK = torch.ones_like(ids_TK)
+    if mask_T is not None:
+        ones_TK *= mask_T[:, None]
+    load_E.scatter_add_(0, ids_TK.flatten(), ones_TK.flatten())
+
+
+# An operator, because a graph would keep what is so while it is traced: whether a forward is a recompute.
+_op = torch.library.custom_op("d9d::count_tokens", _count, mutates_args=("load_E",))
+
+
+@_op.register_fake
+def _(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
+    del load_E, ids_TK, mask_T
