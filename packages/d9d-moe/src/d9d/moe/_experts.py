@@ -14,7 +14,7 @@ from ._activation import GatedActivation, SwiGLUActivation
 from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed, grouped_mm_backends
 
 _SWIGLU = SwiGLUActivation()
-# Columns of the product that adds biases, of which one is used: grouped products take rows of 16 bytes.
+# Columns of the product that adds biases, of which one is used: kernels take rows of 16 bytes.
 _BIAS_COLUMNS = 8
 
 
@@ -41,6 +41,15 @@ class GroupedSwiGLU(nn.Module):
     Raises:
         ValueError: The backend asked for is unknown or cannot do what the layer needs.
     """
+
+    gate_up_proj: nn.Parameter
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -91,27 +100,20 @@ class GroupedSwiGLU(nn.Module):
             probs_N: Weight of each row, fp32 or wider.
             counts_E: int32, rows of each expert, on the device; sums to N.
         """
+        grouped_mm = self._grouped_mm(x_NH.device.type, x_NH.dtype)
+
+        def project(x_NK: Tensor, weight_EMK: Tensor, bias_EM: Tensor | None, factor_N: Tensor | None) -> Tensor:
+            y_NM = grouped_mm(x_NK, weight_EMK, counts_E)
+            return y_NM if bias_EM is None else y_NM + _rows_of(grouped_mm, bias_EM, counts_E, factor_N, like=y_NM)
+
         if self.fused:
-            gate_up_N2I = self._project("gate_up", x_NH, None, counts_E)
+            gate_up_N2I = project(x_NH, self.gate_up_proj, self.gate_up_bias, None)
             hidden_NI = self.activation(gate_up_N2I, probs_N)
         else:
-            gate_NI = self._project("gate", x_NH, None, counts_E)
-            up_NI = self._project("up", x_NH, None, counts_E)
+            gate_NI = project(x_NH, self.gate_proj, self.gate_bias, None)
+            up_NI = project(x_NH, self.up_proj, self.up_bias, None)
             hidden_NI = self.activation.pair(gate_NI, up_NI, probs_N)
-        return self._project("down", hidden_NI, probs_N, counts_E)
-
-    def _project(self, name: str, x_NK: Tensor, probs_N: Tensor | None, counts_E: Tensor) -> Tensor:
-        """Multiply by a weight and add its bias, times probabilities."""
-        grouped_mm = self._grouped_mm(x_NK.device.type, x_NK.dtype)
-        y_NM = grouped_mm(x_NK, self.get_parameter(f"{name}_proj"), counts_E)
-        if not self.has_bias:
-            return y_NM
-        # A grouped product too: its gradient is the sum over the rows of each expert, exact, in a fixed order, and
-        # without the host knowing how many there are.
-        factor_N = x_NK.new_ones(x_NK.shape[0]) if probs_N is None else probs_N.to(x_NK.dtype)
-        pad = (0, _BIAS_COLUMNS - 1)
-        bias_EM8 = F.pad(self.get_parameter(f"{name}_bias")[..., None], pad)
-        return y_NM + grouped_mm(F.pad(factor_N[:, None], pad), bias_EM8, counts_E)
+        return project(hidden_NI, self.down_proj, self.down_bias, probs_N)
 
     def _grouped_mm(self, device_type: str, dtype: torch.dtype) -> GroupedMM:
         """Choose once per device type and dtype."""
@@ -126,3 +128,16 @@ class GroupedSwiGLU(nn.Module):
             f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, activation={self.activation!r}, "
             f"bias={self.has_bias}, fused={self.fused}, backend={self.backend!r}"
         )
+
+
+def _rows_of(
+    grouped_mm: GroupedMM, bias_EM: Tensor, counts_E: Tensor, factor_N: Tensor | None, *, like: Tensor
+) -> Tensor:
+    """Give each row the bias of its expert, times its factor: (N, M).
+
+    By a grouped product, of rows that are the factor and weights that are the bias: its gradient is the sum over the
+    rows of each expert, in a fixed order, and the host need not know how many there are.
+    """
+    factor_N = like.new_ones(like.shape[0]) if factor_N is None else factor_N.to(like.dtype)
+    pad = (0, _BIAS_COLUMNS - 1)
+    return grouped_mm(F.pad(factor_N[:, None], pad), F.pad(bias_EM[..., None], pad), counts_E)
