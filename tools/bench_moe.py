@@ -24,18 +24,20 @@ from d9d.moe._travel import Route
 TOKENS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE = 16_384, 2048, 128, 8, 768
 DENSE = (65_536, 4096)
 WARMUP, TIMED = 5, 15
+CALLS = 20
 
 
-def median_ms(run: Callable[[], object]) -> float:
-    """Median time on the device."""
+def median_ms(run: Callable[[], object], *, calls: int = 1) -> float:
+    """Median time of one call; short ones in a row, so that their launches do not count."""
     times: list[float] = []
     for _ in range(WARMUP + TIMED):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
-        run()
+        for _ in range(calls):
+            run()
         end.record()
         torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times.append(start.elapsed_time(end) / calls)
     return statistics.median(times[WARMUP:])
 
 
@@ -48,9 +50,9 @@ def both_ms(forward: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float,
     """Median times of forward and of backward."""
     out = forward()
     upstream = torch.randn_like(out)
-    backward = median_ms(lambda: torch.autograd.grad(out, inputs, upstream, retain_graph=True))
+    backward = median_ms(lambda: torch.autograd.grad(out, inputs, upstream, retain_graph=True), calls=CALLS)
     with torch.no_grad():
-        return median_ms(forward), backward
+        return median_ms(forward, calls=CALLS), backward
 
 
 def copy_rate() -> float:
@@ -58,6 +60,12 @@ def copy_rate() -> float:
     source = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
     target = torch.empty_like(source)
     return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e9
+
+
+@torch.no_grad()
+def kernel_ms(run: Callable[[], object]) -> float:
+    """Median time of a short call."""
+    return median_ms(run, calls=CALLS)
 
 
 def bench_kernels() -> None:
@@ -86,14 +94,14 @@ def bench_kernels() -> None:
 
     ids = torch.rand(TOKENS, EXPERTS, device="cuda").argsort(1)[:, :TOP_K].contiguous()
     index = group_by_destination(ids, EXPERTS, rows=rows)
-    line("sort slots by expert", median_ms(lambda: group_by_destination(ids, EXPERTS, rows=rows)), 2 * ids.nbytes)
-    line("  torch: argsort", median_ms(lambda: ids.flatten().argsort(stable=True)), 2 * ids.nbytes)
+    line("sort slots by expert", kernel_ms(lambda: group_by_destination(ids, EXPERTS, rows=rows)), 2 * ids.nbytes)
+    line("  torch: argsort", kernel_ms(lambda: ids.flatten().argsort(stable=True)), 2 * ids.nbytes)
     x, y = random(TOKENS, HIDDEN), random(rows, HIDDEN)
     moved = x.nbytes + y.nbytes
-    line("tokens to rows", median_ms(lambda: gather_rows(x, index)), moved)
-    line("rows to tokens", median_ms(lambda: sum_rows(y, index)), moved)
+    line("tokens to rows", kernel_ms(lambda: gather_rows(x, index)), moved)
+    line("rows to tokens", kernel_ms(lambda: sum_rows(y, index)), moved)
     token = ids.flatten().argsort(stable=True) // TOP_K
-    line("  torch: index_select of tokens", median_ms(lambda: x.index_select(0, token)), moved)
+    line("  torch: index_select of tokens", kernel_ms(lambda: x.index_select(0, token)), moved)
 
 
 def make_layer() -> MoELayer:
