@@ -12,6 +12,7 @@ from d9d.moe._rows._moves import _added, _copied, _of_rows
 
 torch.manual_seed(0)
 gated.MAX_BLOCK = rows.MAX_BLOCK = 16  # several blocks a row
+gated.ROWS_TIMES_BLOCK = 32  # several rows a program
 rows.SLOTS_OF_A_BLOCK = 16
 
 

@@ -105,7 +105,8 @@ def test_activation_on_cuda_is_as_near_to_fp64_as_its_dtype_allows(size, dtype):
     expected = torch.autograd.grad(wanted, exact, upstream.double())
     for found in (silu_mul(gate_up, probs), silu_mul_pair(*gate_up.chunk(2, dim=1), probs)):
         gradients = torch.autograd.grad(found, (gate_up, probs), upstream)
-        bound = 1.01 * torch.finfo(dtype).eps  # half of it is the rounding of the result
+        # Half an eps is the rounding of the result, and a few eps of fp32 those of the exponential on the way.
+        bound = 0.51 * torch.finfo(dtype).eps + 8 * torch.finfo(torch.float32).eps
         for a, b in zip((found, gradients[0]), (wanted, expected[0])):
             torch.testing.assert_close(a.double(), b, rtol=bound, atol=bound)
         torch.testing.assert_close(gradients[1].double(), expected[1], rtol=1e-4, atol=1e-3)

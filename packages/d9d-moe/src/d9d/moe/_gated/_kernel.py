@@ -1,6 +1,6 @@
-"""Triton kernels of the gated activation: a program takes one row, or a part of it where no row is to be summed.
+"""Triton kernels of the gated activation: a program takes some rows, all of them or, where none is summed, a part.
 
-Shapes: N rows, I intermediate size.
+Shapes: N rows, I intermediate size; tiles are (ROWS, BLOCK).
 """
 
 import triton
@@ -15,19 +15,21 @@ def silu_mul_forward(  # noqa: PLR0917 - a kernel
     out_ptr,  # (N, I), contiguous
     gate_stride,
     up_stride,
+    rows,
     SIZE: tl.constexpr,
     HAS_PROBS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < SIZE
-    gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside).to(tl.float32)
-    up = tl.load(up_ptr + row * up_stride + columns, mask=inside).to(tl.float32)
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < SIZE)
+    gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside).to(tl.float32)
+    up = tl.load(up_ptr + row * up_stride + column, mask=inside).to(tl.float32)
     out = gate * tl.sigmoid(gate) * up
     if HAS_PROBS:
-        out *= tl.load(probs_ptr + row).to(tl.float32)
-    tl.store(out_ptr + row * SIZE + columns, out.to(out_ptr.dtype.element_ty), mask=inside)
+        out *= tl.load(probs_ptr + row, mask=row < rows).to(tl.float32)
+    tl.store(out_ptr + row * SIZE + column, out.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
@@ -38,39 +40,39 @@ def silu_mul_backward(  # noqa: PLR0917 - a kernel
     probs_ptr,  # (N); not read unless HAS_PROBS
     grad_gate_ptr,  # (N, I)
     grad_up_ptr,  # (N, I)
-    grad_probs_ptr,  # (N), fp32; not written unless HAS_PROBS
+    grad_probs_ptr,  # (N); not written unless HAS_PROBS
     grad_stride,
     gate_stride,
     up_stride,
     grad_gate_stride,
     grad_up_stride,
+    rows,
     SIZE: tl.constexpr,
     HAS_PROBS: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
     PARTS: tl.constexpr,  # blocks of a row that one program goes through: all of them with HAS_PROBS
 ):
-    row = tl.program_id(0).to(tl.int64)
-    prob = 1.0
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     if HAS_PROBS:
-        prob = tl.load(probs_ptr + row).to(tl.float32)
-    pull = tl.zeros((BLOCK,), tl.float32)
+        prob = tl.load(probs_ptr + row, mask=row < rows, other=0.0).to(tl.float32)
+    pull = tl.zeros((ROWS, BLOCK), tl.float32)
     for part in tl.static_range(PARTS):
-        columns = (tl.program_id(1) * PARTS + part) * BLOCK + tl.arange(0, BLOCK)
-        inside = columns < SIZE
-        grad = tl.load(grad_ptr + row * grad_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gate_ptr + row * gate_stride + columns, mask=inside, other=0.0).to(tl.float32)
-        up = tl.load(up_ptr + row * up_stride + columns, mask=inside, other=0.0).to(tl.float32)
+        column = (tl.program_id(1) * PARTS + part) * BLOCK + tl.arange(0, BLOCK)[None, :]
+        inside = (row < rows) & (column < SIZE)
+        grad = tl.load(grad_ptr + row * grad_stride + column, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gate_ptr + row * gate_stride + column, mask=inside, other=0.0).to(tl.float32)
+        up = tl.load(up_ptr + row * up_stride + column, mask=inside, other=0.0).to(tl.float32)
         sigmoid = tl.sigmoid(gate)
         silu = gate * sigmoid
         if HAS_PROBS:
             pull += grad * silu * up
-        grad *= prob
+            grad *= prob
         grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        tl.store(
-            grad_gate_ptr + row * grad_gate_stride + columns, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside
-        )
-        tl.store(
-            grad_up_ptr + row * grad_up_stride + columns, (grad * silu).to(grad_up_ptr.dtype.element_ty), mask=inside
-        )
+        at_gate = grad_gate_ptr + row * grad_gate_stride + column
+        at_up = grad_up_ptr + row * grad_up_stride + column
+        tl.store(at_gate, grad_gate.to(grad_gate_ptr.dtype.element_ty), mask=inside)
+        tl.store(at_up, (grad * silu).to(grad_up_ptr.dtype.element_ty), mask=inside)
     if HAS_PROBS:
-        tl.store(grad_probs_ptr + row, tl.sum(pull, 0).to(grad_probs_ptr.dtype.element_ty))
+        total = tl.sum(pull, 1)[:, None]
+        tl.store(grad_probs_ptr + row, total.to(grad_probs_ptr.dtype.element_ty), mask=row < rows)

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from ._kernel import silu_mul_backward, silu_mul_forward
 
-MAX_BLOCK = 2048
+MAX_BLOCK = 4096
+ROWS_TIMES_BLOCK = 2048
+"""Short rows share a program, until a tile has so many numbers; measured on an H200."""
 
 
 def forward(gate_NI: Tensor, up_NI: Tensor, probs_N: Tensor | None) -> Tensor:
@@ -20,8 +22,8 @@ def forward(gate_NI: Tensor, up_NI: Tensor, probs_N: Tensor | None) -> Tensor:
     if out_NI.numel() == 0:
         return out_NI
     gate_NI, up_NI = _with_dense_rows(gate_NI), _with_dense_rows(up_NI)
-    block = _block(size)
-    kernel: Any = silu_mul_forward[(rows, -(-size // block))]
+    tile, warps = _tile(size)
+    kernel: Any = silu_mul_forward[(-(-rows // tile["ROWS"]), -(-size // tile["BLOCK"]))]
     kernel(
         gate_NI,
         up_NI,
@@ -29,10 +31,11 @@ def forward(gate_NI: Tensor, up_NI: Tensor, probs_N: Tensor | None) -> Tensor:
         out_NI,
         gate_NI.stride(0),
         up_NI.stride(0),
+        rows,
         SIZE=size,
         HAS_PROBS=probs_N is not None,
-        BLOCK=block,
-        num_warps=_warps(block),
+        **tile,
+        num_warps=warps,
     )
     return out_NI
 
@@ -47,10 +50,10 @@ def backward(
     if grad_NI.numel() == 0:
         return grad_probs_N
     grad_NI, gate_NI, up_NI = map(_with_dense_rows, (grad_NI, gate_NI, up_NI))
-    block = _block(size)
-    blocks = -(-size // block)
+    tile, warps = _tile(size)
+    blocks = -(-size // tile["BLOCK"])
     parts = 1 if probs_N is None else blocks
-    kernel: Any = silu_mul_backward[(rows, blocks // parts)]
+    kernel: Any = silu_mul_backward[(-(-rows // tile["ROWS"]), blocks // parts)]
     kernel(
         grad_NI,
         gate_NI,
@@ -64,11 +67,12 @@ def backward(
         up_NI.stride(0),
         grad_gate_NI.stride(0),
         grad_up_NI.stride(0),
+        rows,
         SIZE=size,
         HAS_PROBS=probs_N is not None,
-        BLOCK=block,
+        **tile,
         PARTS=parts,
-        num_warps=_warps(block),
+        num_warps=warps,
     )
     return grad_probs_N
 
@@ -78,9 +82,8 @@ def _with_dense_rows(x: Tensor) -> Tensor:
     return x if x.stride(1) == 1 else x.contiguous()
 
 
-def _block(size: int) -> int:
-    return min(MAX_BLOCK, 1 << max(4, (size - 1).bit_length()))
-
-
-def _warps(block: int) -> int:
-    return max(1, min(8, block // 256))
+def _tile(size: int) -> tuple[dict[str, int], int]:
+    """Rows and columns of a program, powers of 2, and its warps."""
+    block = min(MAX_BLOCK, 1 << max(4, (size - 1).bit_length()))
+    rows = max(1, ROWS_TIMES_BLOCK // block)
+    return {"ROWS": rows, "BLOCK": block}, max(1, min(8, rows * block // 512))
