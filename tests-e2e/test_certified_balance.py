@@ -113,7 +113,6 @@ def make_batch() -> Batch:
 
 
 MESHES = [
-    MeshConfig(replicate=4, expert=4),
     MeshConfig(replicate=2, context=2, expert=2),
     MeshConfig(shard=2, context=2, expert=4),
     MeshConfig(context=4, expert=2),
@@ -121,7 +120,7 @@ MESHES = [
 
 
 def test_losses_of_routers_depend_on_no_layout():
-    certify(Model, lay_out, loss, split, make_batch(), meshes=MESHES).check()
+    certify(Model, lay_out, loss, split, make_batch(), meshes=MESHES, max_norms=[None]).check()
 
 
 def forget_the_group(model: Model, context: DistContext) -> None:
