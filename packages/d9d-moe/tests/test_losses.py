@@ -150,7 +150,7 @@ def run_compiled(layer, x, upstream):
 
 
 def run_split(layer, x, upstream):
-    from d9d.parallel.pipeline._backward import backward_inputs  # noqa: PLC0415 - not in every rank of a world
+    from d9d.parallel.pipeline import backward_inputs  # noqa: PLC0415 - not in every rank of a world
 
     [x.grad], weights = backward_inputs([layer(x)], [upstream], [x])
     assert layer.router.weight.grad is None

@@ -11,10 +11,12 @@ from torch.utils.checkpoint import checkpoint
 from d9d.mesh.testing import run_world
 from d9d.moe import (
     BalanceLoss,
+    ClampedSwiGLU,
     ForcedBalance,
     GroupedSwiGLU,
     GroupLimited,
     MoELayer,
+    PlainGatedActivation,
     SelectedSoftmaxScoring,
     Sequences,
     SigmoidScoring,
@@ -110,6 +112,11 @@ def test_scores_are_fp32_where_tokens_are_bf16_and_logits_too_if_asked():
     assert (rounded(x).probs_TK.double() - expected).abs().max() > 1e-4
 
 
+def test_a_mask_of_other_tokens_is_refused():
+    with pytest.raises(ValueError, match=r"the shape \(2, 4\) of the tokens, found \(4,\)"):
+        make_router()(tokens(2, 4), mask=torch.ones(4, dtype=torch.bool))
+
+
 # The bias and its update
 
 
@@ -121,6 +128,7 @@ def test_the_bias_stays_fp32_through_casts_and_is_saved():
     assert torch.equal(router.expert_bias, kept)
     assert router.weight.dtype == torch.bfloat16
     assert router.double().expert_bias.dtype == torch.float64
+    assert router.half().expert_bias.dtype == torch.float32
     assert "expert_bias" in router.state_dict()
     assert "expert_bias" not in TopKRouter(HIDDEN, EXPERTS, 2).state_dict()
     with torch.device("meta"):
@@ -296,6 +304,23 @@ def test_the_router_is_one_graph_for_all_numbers_of_tokens_and_equals_eager(opti
     assert torch.equal(eager.expert_load, compiled.expert_load)
     for a, b in zip(eager.parameters(), compiled.parameters()):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-12, atol=1e-12)
+
+
+def test_a_plain_activation_is_one_graph_for_all_numbers_of_rows_and_equals_eager():
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    activation = PlainGatedActivation(ClampedSwiGLU(limit=0.5), interleaved=True)
+    run = torch.compile(activation, fullgraph=True, dynamic=True, backend="aot_eager")
+    for rows in (5, 4, 9, 16, 21):
+        torch.manual_seed(rows)
+        gate_up = torch.randn(rows, 12, dtype=torch.float64, requires_grad=True)
+        probs = torch.rand(rows, dtype=torch.float64, requires_grad=True)
+        found = [
+            torch.autograd.grad(call(gate_up, probs).square().sum(), (gate_up, probs)) for call in (activation, run)
+        ]
+        for a, b in zip(*found):
+            torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
 
 
 def test_a_compiled_router_counts_once_under_recompute():

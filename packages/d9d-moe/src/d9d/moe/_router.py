@@ -141,8 +141,12 @@ class TopKRouter(nn.Module):
             ids_TK: Experts to take instead of the selected ones, int64, no two alike in a row.
 
         Raises:
-            ValueError: ``ids_TK``, or what the tape gives, is not of shape (T, K).
+            ValueError: The mask is not one of the tokens; ``ids_TK``, or what the tape gives, is not (T, K).
         """
+        if mask is not None and mask.shape != x.shape[:-1]:
+            raise ValueError(
+                f"the mask must have the shape {tuple(x.shape[:-1])!r} of the tokens, found {tuple(mask.shape)!r}"
+            )
         logits_TE = self._logits(x.reshape(-1, self.hidden_size))
         mask_T = None if mask is None else mask.flatten()
         scores_TE = self.scoring.scores(logits_TE)
@@ -185,8 +189,9 @@ class TopKRouter(nn.Module):
         before = self.expert_bias
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.expert_bias
-        if before is not None and after is not None and after.dtype.itemsize < before.dtype.itemsize == 4:
-            self.expert_bias = before.to(after.device) if not after.is_meta else after.to(before.dtype)
+        if before is not None and after is not None and after.dtype.itemsize < torch.float32.itemsize:
+            kept = after if before.is_meta else before  # what was on meta has no values to keep
+            self.expert_bias = kept.to(after.device, torch.float32)
         return self
 
     def extra_repr(self) -> str:
