@@ -7,13 +7,14 @@ import torch
 from d9d.moe._gated import _launch as gated
 from d9d.moe._gated._silu_mul import _formula
 from d9d.moe._rows import _launch as rows
+from d9d.moe._rows import ranks_of_tokens
 from d9d.moe._rows._index import _stable_sort
 from d9d.moe._rows._moves import _added, _copied, _of_rows
 
 torch.manual_seed(0)
 gated.MAX_BLOCK = rows.MAX_BLOCK = 16  # several blocks a row
 gated.ROWS_TIMES_BLOCK = 32  # several rows a program
-rows.SLOTS_OF_A_BLOCK = 16
+rows.SLOTS_OF_A_BLOCK = rows.TOKENS_OF_A_BLOCK = 16
 
 
 def draw(*shape, dtype=torch.float32):
@@ -46,6 +47,11 @@ for tokens, slots, destinations, size, dtype in (
     row, count = _stable_sort(ids, destinations, first)
     assert torch.equal(found_row, row)
     assert torch.equal(found_count, count)
+    for ranks in (1, 3):
+        experts = -(-destinations // ranks)
+        marked = rows.ranks_of_tokens(ids, experts, ranks)
+        for found, wanted in zip(marked, ranks_of_tokens(ids, experts, ranks)):
+            assert torch.equal(found.long(), wanted)
     total = int(count.sum())
     x, probs, weights = draw(tokens, size), torch.rand(tokens, slots), torch.rand(tokens, slots)
     padded = draw(total, size + 3)

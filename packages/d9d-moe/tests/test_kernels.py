@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._dynamo.testing import CompileCounterWithBackend
 
 from d9d.moe import silu_mul, silu_mul_pair
 from d9d.moe._rows import (
@@ -160,3 +161,38 @@ def test_the_same_bits_every_time():
         index = group_by_destination(ids, 64, rows=ids.numel())
         found.append((index.row_TK, sum_rows(gather_rows(x, index), index)))
     assert all(torch.equal(a, b) for one in found[1:] for a, b in zip(one, found[0]))
+
+
+def moved_and_weighed(x, probs, gate_up, ids):
+    index = group_by_destination(ids, 6, rows=ids.numel())
+    rows, probs = gather_rows_with_probs(x, probs, index)
+    hidden = silu_mul(rows @ gate_up, probs)
+    return sum_rows(hidden, index)
+
+
+def check_one_graph_for_all_token_counts(device, dtype, size):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(moved_and_weighed, backend=counter, fullgraph=True, dynamic=True)
+    for tokens in (4, 7, 16, 33, 50):
+        torch.manual_seed(tokens)
+        ids = torch.rand(tokens, 6, device=device).argsort(1)[:, :2].contiguous()
+        x = torch.randn(tokens, size, device=device).to(dtype).requires_grad_()
+        probs = torch.rand(tokens, 2, device=device, requires_grad=True)
+        gate_up = torch.randn(size, 2 * size, device=device).to(dtype).requires_grad_()
+        inputs = x, probs, gate_up
+        upstream = torch.randn(tokens, size, device=device).to(dtype)
+        found, expected = compiled(*inputs, ids), moved_and_weighed(*inputs, ids)
+        assert torch.equal(found, expected)
+        for a, b in zip(*(torch.autograd.grad(y, inputs, upstream) for y in (found, expected))):
+            torch.testing.assert_close(a, b)
+    assert counter.frame_count == 1
+
+
+def test_one_graph_for_all_token_counts():
+    check_one_graph_for_all_token_counts("cpu", torch.float32, 8)
+
+
+@needs_gpu
+def test_one_graph_for_all_token_counts_on_cuda():
+    check_one_graph_for_all_token_counts("cuda", torch.bfloat16, 64)

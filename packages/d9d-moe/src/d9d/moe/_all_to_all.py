@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._dispatch import Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
-from ._rows import RowIndex, gather_rows_with_probs, group_by_destination, sum_rows
+from ._rows import RowIndex, gather_rows_with_probs, group_by_destination, ranks_of_tokens, sum_rows
 from ._travel import Route, Travel, exchange, receive, send
 
 
@@ -72,7 +72,7 @@ class AllToAllDispatcher:
         """Send tokens; see Dispatcher. It has waited for the split sizes when it returns."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
         size = self.num_experts // ranks
-        rank_TP, sends_P2 = _destinations(ids_TK // size, ranks)
+        rank_TP, sends_P2 = ranks_of_tokens(ids_TK, size, ranks)
         receives_P2 = torch.empty_like(sends_P2)
         dist.all_to_all_single(receives_P2, sends_P2, group=self.group)
         sends, receives = torch.stack([sends_P2, receives_P2]).tolist()
@@ -107,23 +107,3 @@ class AllToAllDispatcherConfig(DispatcherConfig):
 
 
 dispatchers.register(AllToAllDispatcherConfig)
-
-
-@torch.no_grad()
-def _destinations(rank_TK: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """List each token's ranks once, and count for each rank the tokens and the (token, expert) pairs it gets.
-
-    Args:
-        rank_TK: Ranks; ``ranks`` is none.
-        ranks: Number of ranks.
-
-    Returns:
-        (T, P), entry p is p if the token goes to rank p, else P; and (P, 2), int64.
-    """
-    goes_TP = torch.zeros(rank_TK.shape[0], ranks + 1, dtype=torch.bool, device=rank_TK.device)
-    goes_TP.scatter_(1, rank_TK, True)  # noqa: FBT003
-    goes_TP = goes_TP[:, :ranks]
-    pairs_P = torch.zeros(ranks + 1, dtype=torch.int64, device=rank_TK.device)
-    pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
-    every_P = torch.arange(ranks, device=rank_TK.device)
-    return every_P.where(goes_TP, ranks), torch.stack([goes_TP.sum(0), pairs_P[:ranks]], dim=1)

@@ -7,6 +7,7 @@ order of a token's slots: no atomics, the same bits every time.
 
 from ._index import RowIndex, group_by_destination
 from ._moves import gather_rows, gather_rows_into, gather_rows_with_probs, sum_rows
+from ._ranks import ranks_of_tokens
 
 __all__ = [
     "RowIndex",
@@ -14,5 +15,6 @@ __all__ = [
     "gather_rows_into",
     "gather_rows_with_probs",
     "group_by_destination",
+    "ranks_of_tokens",
     "sum_rows",
 ]

@@ -3,15 +3,15 @@
 Shapes: T tokens, K slots of a token, D destinations, N rows.
 """
 
-import attrs
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from .._triton import has_triton
 
 
-@attrs.frozen
-class RowIndex:
+class RowIndex(NamedTuple):
     """Which rows belong to which token; tensors are on the device of the destinations."""
 
     row_TK: Tensor

@@ -1,10 +1,40 @@
 """Triton kernels that sort slots by destination and move rows.
 
-Shapes: T tokens, K slots of a token, L = T·K slots, N rows, H hidden size, D destinations, B blocks of slots.
+Shapes: T tokens, K slots of a token, L = T·K slots, N rows, H hidden size, P ranks, D destinations, B blocks of
+slots or tokens.
 """
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def mark_ranks(  # noqa: PLR0917 - a kernel
+    ids_ptr,  # (T, K)
+    rank_ptr,  # (T, P), int32, out
+    count_ptr,  # (P, 2, B), int32, out: tokens, and slots
+    tokens,
+    blocks,
+    experts,  # of a rank
+    SLOTS: tl.constexpr,
+    RANKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """To which ranks a token goes, and how many tokens and slots of a block go to each."""
+    block = tl.program_id(0)
+    token = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.arange(0, WIDTH)[None, :]
+    is_slot = (token < tokens)[:, None] & (slot < SLOTS)
+    ids = tl.load(ids_ptr + token[:, None] * SLOTS + slot, mask=is_slot, other=0)
+    rank_of_slot = tl.where(is_slot, ids // experts, RANKS)
+    for rank in range(RANKS):
+        slots = tl.sum((rank_of_slot == rank).to(tl.int32), 1)
+        goes = slots > 0
+        tl.store(rank_ptr + token * RANKS + rank, tl.where(goes, rank, RANKS), mask=token < tokens)
+        cell = rank * 2 * blocks + block
+        tl.store(count_ptr + cell, tl.sum(goes.to(tl.int32), 0))
+        tl.store(count_ptr + cell + blocks, tl.sum(slots, 0))
 
 
 @triton.jit

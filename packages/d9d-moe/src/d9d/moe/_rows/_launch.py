@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kernel import copy_to_rows, count_destinations, place_slots, sum_to_tokens, weigh_to_rows
+from ._kernel import copy_to_rows, count_destinations, mark_ranks, place_slots, sum_to_tokens, weigh_to_rows
 
 SLOTS_OF_A_BLOCK = 128
 """A program compares so many slots with each other: 128² pairs are 128 registers a thread."""
+TOKENS_OF_A_BLOCK = 64
 MAX_BLOCK = 2048
 
 
@@ -49,6 +50,30 @@ def sort_by_counting(destination_TK: Tensor, destinations: int, first: int) -> t
         BLOCK=SLOTS_OF_A_BLOCK,
     )
     return row_TK, count_DB.sum(1, dtype=torch.int32)
+
+
+def ranks_of_tokens(ids_TK: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
+    """See the function of this name."""
+    ids_TK = ids_TK.contiguous()
+    tokens, slots = ids_TK.shape
+    rank_TP = torch.empty((tokens, ranks), dtype=torch.int32, device=ids_TK.device)
+    blocks = -(-tokens // TOKENS_OF_A_BLOCK)
+    count_P2B = torch.empty((ranks, 2, blocks), dtype=torch.int32, device=ids_TK.device)
+    if ids_TK.numel() > 0:
+        kernel: Any = mark_ranks[(blocks,)]
+        kernel(
+            ids_TK,
+            rank_TP,
+            count_P2B,
+            tokens,
+            blocks,
+            experts,
+            SLOTS=slots,
+            RANKS=ranks,
+            BLOCK=TOKENS_OF_A_BLOCK,
+            WIDTH=1 << (slots - 1).bit_length(),
+        )
+    return rank_TP, count_P2B.sum(2)
 
 
 def gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, out_NH: Tensor) -> Tensor | None:
