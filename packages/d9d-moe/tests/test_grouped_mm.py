@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d.moe import (
     EagerGroupedMMConfig,
@@ -121,3 +122,33 @@ def test_layer_on_cuda_never_waits_for_the_device_and_is_right(tokens):
         assert a.isfinite().all()
         assert (a.double() - b).norm() <= 1e-2 * b.norm()
     assert int(layer.expert_load.sum()) == 3 * tokens * 4
+
+
+class Counted(TorchDispatchMode):
+    """How often a product was computed."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.products += func in {torch.ops.aten._grouped_mm.default, torch.ops.aten.mm.default}
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("backend", "each"), [(TORCH, 1), (EAGER, 2)])  # the loop has one product for each expert
+def test_a_pass_for_one_gradient_computes_no_other(backend, each):
+    counts = torch.tensor([3, 2], dtype=torch.int32)
+    x = torch.randn(5, 8, requires_grad=True)
+    weight = torch.randn(2, 4, 8, requires_grad=True)
+    y = backend(x, weight, counts)
+    upstream = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, (x, weight), upstream, retain_graph=True)
+    for place, tensor in enumerate((x, weight)):
+        with Counted() as counted:
+            (found,) = torch.autograd.grad(y, tensor, upstream, retain_graph=True)
+        assert torch.equal(found, wanted[place])
+        assert counted.products == each
+    with Counted() as counted:
+        torch.autograd.grad(y, (x, weight), upstream)
+    assert counted.products == 2 * each

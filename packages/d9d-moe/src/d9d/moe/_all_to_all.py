@@ -4,17 +4,16 @@ Shapes: T tokens here, K experts per token, P ranks, E experts of one rank, S ro
 it goes to), R rows received, N rows for the experts here, H hidden size.
 """
 
-from collections.abc import Sequence
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 import attrs
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ._dispatch import Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
-from ._rows import RowIndex, gather_rows, group_by_destination, sum_rows
+from ._rows import RowIndex, gather_rows_with_probs, group_by_destination, ranks_of_tokens, sum_rows
+from ._travel import Route, Travel, exchange, receive, send
 
 
 @attrs.frozen
@@ -27,16 +26,30 @@ class AllToAllHandle:
     local: RowIndex
     """Rows received and the rows of the experts here."""
 
-    send_splits: Sequence[int]
-    """Rows sent to each rank."""
+    route: Route
+    """Rows sent to each rank and received from it."""
 
-    receive_splits: Sequence[int]
-    """Rows received from each rank."""
+
+@attrs.frozen
+class _PendingAllToAll:
+    """Tokens on their way; see PendingDispatch."""
+
+    travel: Travel
+    ticket: Tensor
+    experts: range
+    rows: int
+
+    def wait(self) -> Dispatched[AllToAllHandle]:
+        """Sort what has arrived by expert."""
+        x_RH, probs_RK, ids_RK = receive(self.ticket, self.travel)
+        local = group_by_destination(ids_RK, len(self.experts), rows=self.rows, first=self.experts.start)
+        x_NH, probs_N = gather_rows_with_probs(x_RH, probs_RK, local)
+        return Dispatched(x_NH, probs_N, local.count_D, AllToAllHandle(self.travel.sent, local, self.travel.route))
 
 
 @attrs.frozen
 class AllToAllDispatcher:
-    """Sends a token once to each rank that holds one of its experts, with its ids and probabilities.
+    """Sends a token once to each rank that holds one of its experts, its ids and probabilities in the same message.
 
     A result comes back as one partial sum per rank. dispatch waits for the device once, for the split sizes.
     """
@@ -53,35 +66,28 @@ class AllToAllDispatcher:
 
     def dispatch(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Dispatched[AllToAllHandle]:
         """Send tokens and sort what arrives by expert; see Dispatcher."""
+        return self.dispatch_async(x_TH, ids_TK, probs_TK).wait()
+
+    def dispatch_async(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> _PendingAllToAll:
+        """Send tokens; see Dispatcher. It has waited for the split sizes when it returns."""
         rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
-        experts_here = self.num_experts // ranks
-        rank_TP, sends_P2 = _destinations(ids_TK // experts_here, ranks)
+        size = self.num_experts // ranks
+        rank_TP, sends_P2 = ranks_of_tokens(ids_TK, size, ranks)
         receives_P2 = torch.empty_like(sends_P2)
         dist.all_to_all_single(receives_P2, sends_P2, group=self.group)
         sends, receives = torch.stack([sends_P2, receives_P2]).tolist()
-        send_splits = [tokens for tokens, _ in sends]
-        receive_splits = [tokens for tokens, _ in receives]
+        route = Route([tokens for tokens, _ in sends], [tokens for tokens, _ in receives], self.group)
 
-        sent = group_by_destination(rank_TP, ranks, rows=sum(send_splits))
-        ids_SK = ids_TK.index_select(0, sent.token_N)
-        ids_RK = _exchange(ids_SK, send_splits, receive_splits, self.group)
-        probs_RK = _exchange(gather_rows(probs_TK, sent), send_splits, receive_splits, self.group)
-        x_RH = _exchange(gather_rows(x_TH, sent), send_splits, receive_splits, self.group)
-
-        id_here_RK = ids_RK - rank * experts_here
-        is_here_RK = (id_here_RK >= 0) & (id_here_RK < experts_here)
-        local = group_by_destination(
-            id_here_RK.where(is_here_RK, experts_here), experts_here, rows=sum(rows for _, rows in receives)
-        )
-        probs_N = probs_RK.flatten().gather(0, local.slot_N)
-        handle = AllToAllHandle(sent, local, send_splits, receive_splits)
-        return Dispatched(gather_rows(x_RH, local), probs_N, local.count_D, handle)
+        sent = group_by_destination(rank_TP, ranks, rows=sum(route.sends))
+        travel = Travel(sent, route)
+        ticket = send(x_TH, probs_TK, ids_TK, travel)
+        experts = range(rank * size, (rank + 1) * size)
+        return _PendingAllToAll(travel, ticket, experts, sum(rows for _, rows in receives))
 
     def combine(self, y_NH: Tensor, handle: AllToAllHandle) -> Tensor:
         """Sum here, send back, sum there; see Dispatcher. Partial sums travel in the dtype of y."""
         partial_RH = sum_rows(y_NH, handle.local)
-        partial_SH = _exchange(partial_RH, handle.receive_splits, handle.send_splits, self.group)
-        return sum_rows(partial_SH, handle.sent)
+        return sum_rows(exchange(partial_RH, handle.route.back()), handle.sent)
 
 
 @attrs.frozen(kw_only=True)
@@ -101,47 +107,3 @@ class AllToAllDispatcherConfig(DispatcherConfig):
 
 
 dispatchers.register(AllToAllDispatcherConfig)
-
-
-@torch.no_grad()
-def _destinations(rank_TK: Tensor, ranks: int) -> tuple[Tensor, Tensor]:
-    """List each token's ranks once, and count for each rank the tokens and the (token, expert) pairs it gets.
-
-    Returns:
-        (T, P), entry p is p if the token goes to rank p, else P; and (P, 2), int64.
-    """
-    goes_TP = torch.zeros(rank_TK.shape[0], ranks, dtype=torch.bool, device=rank_TK.device)
-    goes_TP.scatter_(1, rank_TK, True)  # noqa: FBT003
-    pairs_P = torch.zeros(ranks, dtype=torch.int64, device=rank_TK.device)
-    pairs_P.scatter_add_(0, rank_TK.flatten(), torch.ones_like(rank_TK.flatten()))
-    every_P = torch.arange(ranks, device=rank_TK.device)
-    return every_P.where(goes_TP, ranks), torch.stack([goes_TP.sum(0), pairs_P], dim=1)
-
-
-def _exchange(x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], group: dist.ProcessGroup) -> Tensor:
-    """All-to-all of rows; the gradient goes the way back."""
-    received: Tensor = _Exchange.apply(x, send_splits, receive_splits, group)
-    return received
-
-
-class _Exchange(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.way = send_splits, receive_splits, group
-        return _all_to_all_rows(x, send_splits, receive_splits, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        send_splits, receive_splits, group = ctx.way
-        return _all_to_all_rows(grad, receive_splits, send_splits, group), None, None, None
-
-
-def _all_to_all_rows(
-    x: Tensor, send_splits: Sequence[int], receive_splits: Sequence[int], group: dist.ProcessGroup
-) -> Tensor:
-    received = x.new_empty(sum(receive_splits), *x.shape[1:])
-    dist.all_to_all_single(received, x.contiguous(), list(receive_splits), list(send_splits), group=group)
-    return received

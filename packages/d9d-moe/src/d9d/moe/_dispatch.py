@@ -31,14 +31,43 @@ class Dispatched(NamedTuple, Generic[HandleT]):
     """What combine needs to bring the rows back."""
 
 
+class PendingDispatch(Protocol[HandleT]):
+    """Tokens on their way."""
+
+    def wait(self) -> Dispatched[HandleT]:
+        """Give the rows once they are here; to be called once."""
+        ...
+
+
+@attrs.frozen
+class Arrived(Generic[HandleT]):
+    """A pending dispatch that is over."""
+
+    dispatched: Dispatched[HandleT]
+
+    def wait(self) -> Dispatched[HandleT]:
+        """Give the rows."""
+        return self.dispatched
+
+
 class Dispatcher(Protocol[HandleT]):
     """Brings tokens to their experts and results back; it keeps no state, so calls may nest and interleave.
 
-    Every rank of the group calls dispatch, combine and the backward of both, with or without tokens.
+    Every rank of the group calls dispatch, combine and the backward of both, with or without tokens, in one order.
+
+    The id ``num_experts`` says that a slot has no expert, as those of padding; its probability must be 0 and its token
+    finite, as it may pass through an expert as zeros.
     """
 
     def dispatch(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Dispatched[HandleT]:
         """Send each token to its experts, by their global ids (no two alike in a row)."""
+        ...
+
+    def dispatch_async(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> PendingDispatch[HandleT]:
+        """Dispatch, without waiting for what travels: work that is started before ``wait`` runs beside it.
+
+        In backward, the gradient of that work runs beside the way back of the rows' gradient.
+        """
         ...
 
     def combine(self, y_NH: Tensor, handle: HandleT) -> Tensor:

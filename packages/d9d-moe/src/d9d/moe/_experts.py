@@ -1,6 +1,6 @@
 """The experts' feed-forward layers, side by side.
 
-Shapes: N rows (routed tokens sorted by expert), E experts held here, H hidden size, I intermediate size.
+Shapes: N rows (routed tokens sorted by expert), E experts held here, H hidden size, I intermediate size, M outer size.
 """
 
 import math
@@ -10,24 +10,46 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._activation import GatedActivation, SwiGLUActivation
 from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed, grouped_mm_backends
+
+_SWIGLU = SwiGLUActivation()
+# Columns of the product that adds biases, of which one is used: kernels take rows of 16 bytes.
+_BIAS_COLUMNS = 8
 
 
 class GroupedSwiGLU(nn.Module):
-    """One SwiGLU per expert, with the routing probability multiplied in before the down projection.
+    """One SwiGLU, or other gated linear unit, per expert.
 
-    ``gate_up_proj`` is (E, 2·I, H), gate above up; ``down_proj`` is (E, H, I). A backend that was asked for is looked
-    up when the layer is built; the automatic choice follows the device and dtype of the input.
+    The routing probability is multiplied in before the down projection, and into its bias. Parameters, the expert in
+    front: ``gate_up_proj`` (E, 2·I, H), gate above up unless the activation says otherwise, or with ``fused=False``
+    ``gate_proj`` and ``up_proj`` (E, I, H); ``down_proj`` (E, H, I); with ``bias=True`` ``gate_up_bias`` (E, 2·I), or
+    ``gate_bias`` and ``up_bias`` (E, I), and ``down_bias`` (E, H).
+
+    A backend that was asked for is looked up when the layer is built; the automatic choice follows the device and dtype
+    of the input.
 
     Args:
         num_experts: Experts.
         hidden_size: Size of a token.
         intermediate_size: Size between.
+        activation: What happens between the projections.
+        bias: Whether projections have biases.
+        fused: Whether gate and up are one parameter, and one product: faster.
         backend: Grouped product or its kind; None leaves it to D9D_GROUPED_MM_BACKEND, else to the automatic choice.
 
     Raises:
         ValueError: The backend asked for is unknown or cannot do what the layer needs.
     """
+
+    gate_up_proj: nn.Parameter
+    gate_proj: nn.Parameter
+    up_proj: nn.Parameter
+    down_proj: nn.Parameter
+    gate_up_bias: nn.Parameter | None
+    gate_bias: nn.Parameter | None
+    up_bias: nn.Parameter | None
+    down_bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -35,26 +57,40 @@ class GroupedSwiGLU(nn.Module):
         hidden_size: int,
         intermediate_size: int,
         *,
+        activation: GatedActivation = _SWIGLU,
+        bias: bool = False,
+        fused: bool = True,
         backend: GroupedMMConfig | str | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
         self.hidden_size = hidden_size
         self.intermediate_size = intermediate_size
+        self.activation = activation
+        self.has_bias = bias
+        self.fused = fused
         self.backend = backend
         self._need = GroupedMMNeed(sizes=(hidden_size, intermediate_size))
         grouped_mm_backends.choose(backend, self._need)
         self._backends: dict[tuple[str, torch.dtype], GroupedMM] = {}
-        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * intermediate_size, hidden_size))
-        self.down_proj = nn.Parameter(torch.empty(num_experts, hidden_size, intermediate_size))
+        inner = {"gate_up": 2 * intermediate_size} if fused else dict.fromkeys(("gate", "up"), intermediate_size)
+        for name, size in inner.items():
+            self._add(name, size, hidden_size)
+        self._add("down", hidden_size, intermediate_size)
         self.reset_parameters()
+
+    def _add(self, name: str, outer: int, inner: int) -> None:
+        self.register_parameter(f"{name}_proj", nn.Parameter(torch.empty(self.num_experts, outer, inner)))
+        bias = nn.Parameter(torch.empty(self.num_experts, outer)) if self.has_bias else None
+        self.register_parameter(f"{name}_bias", bias)
 
     @torch.no_grad()
     def reset_parameters(self) -> None:
-        """Draw each expert's weights as nn.Linear does."""
-        for weight in (self.gate_up_proj, self.down_proj):
-            bound = 1 / math.sqrt(weight.shape[-1])
-            weight.uniform_(-bound, bound)
+        """Draw each expert's weights and biases as nn.Linear does."""
+        for name, parameter in self.named_parameters():
+            inner = self.intermediate_size if name.startswith("down") else self.hidden_size
+            bound = 1 / math.sqrt(inner)
+            parameter.uniform_(-bound, bound)
 
     def forward(self, x_NH: Tensor, probs_N: Tensor, counts_E: Tensor) -> Tensor:
         """Transform each row by its expert and multiply by its probability: (N, H) in the dtype of x.
@@ -65,9 +101,19 @@ class GroupedSwiGLU(nn.Module):
             counts_E: int32, rows of each expert, on the device; sums to N.
         """
         grouped_mm = self._grouped_mm(x_NH.device.type, x_NH.dtype)
-        gate_NI, up_NI = grouped_mm(x_NH, self.gate_up_proj, counts_E).chunk(2, dim=-1)
-        hidden_NI = (F.silu(gate_NI) * up_NI * probs_N[:, None]).to(x_NH.dtype)
-        return grouped_mm(hidden_NI, self.down_proj, counts_E)
+
+        def project(x_NK: Tensor, weight_EMK: Tensor, bias_EM: Tensor | None, factor_N: Tensor | None) -> Tensor:
+            y_NM = grouped_mm(x_NK, weight_EMK, counts_E)
+            return y_NM if bias_EM is None else y_NM + _rows_of(grouped_mm, bias_EM, counts_E, factor_N, like=y_NM)
+
+        if self.fused:
+            gate_up_N2I = project(x_NH, self.gate_up_proj, self.gate_up_bias, None)
+            hidden_NI = self.activation(gate_up_N2I, probs_N)
+        else:
+            gate_NI = project(x_NH, self.gate_proj, self.gate_bias, None)
+            up_NI = project(x_NH, self.up_proj, self.up_bias, None)
+            hidden_NI = self.activation.pair(gate_NI, up_NI, probs_N)
+        return project(hidden_NI, self.down_proj, self.down_bias, probs_N)
 
     def _grouped_mm(self, device_type: str, dtype: torch.dtype) -> GroupedMM:
         """Choose once per device type and dtype."""
@@ -78,4 +124,20 @@ class GroupedSwiGLU(nn.Module):
 
     def extra_repr(self) -> str:
         """Show the settings in the module's repr."""
-        return f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, backend={self.backend!r}"
+        return (
+            f"{self.num_experts}, {self.hidden_size}, {self.intermediate_size}, activation={self.activation!r}, "
+            f"bias={self.has_bias}, fused={self.fused}, backend={self.backend!r}"
+        )
+
+
+def _rows_of(
+    grouped_mm: GroupedMM, bias_EM: Tensor, counts_E: Tensor, factor_N: Tensor | None, *, like: Tensor
+) -> Tensor:
+    """Give each row the bias of its expert, times its factor: (N, M).
+
+    By a grouped product, of rows that are the factor and weights that are the bias: its gradient is the sum over the
+    rows of each expert, in a fixed order, and the host need not know how many there are.
+    """
+    factor_N = like.new_ones(like.shape[0]) if factor_N is None else factor_N.to(like.dtype)
+    pad = (0, _BIAS_COLUMNS - 1)
+    return grouped_mm(F.pad(factor_N[:, None], pad), F.pad(bias_EM[..., None], pad), counts_E)

@@ -1,4 +1,7 @@
-"""Mixture of experts as a feed-forward layer."""
+"""Mixture of experts as a feed-forward layer.
+
+Shapes: T tokens, H hidden size, K experts per token, N rows.
+"""
 
 from collections.abc import Iterator
 from typing import Any
@@ -10,6 +13,7 @@ from ._dispatch import Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
 from ._experts import GroupedSwiGLU
 from ._local import LocalDispatcher
 from ._router import TopKRouter
+from ._sequences import Sequences
 
 
 class MoELayer(nn.Module):
@@ -18,20 +22,28 @@ class MoELayer(nn.Module):
     Args:
         router: Chooses the experts.
         experts: All of them.
+        shared: An expert that sees every token, as `SwiGLU`; it works while tokens travel.
+        shared_gate: Whether a sigmoid of the token, ``shared_gate`` (1, H), weighs the shared expert (Qwen2-MoE).
 
     Raises:
-        ValueError: Router and experts differ in the number of experts.
+        ValueError: Router and experts differ in the number of experts, or there is a gate and nothing to weigh.
     """
 
-    def __init__(self, router: TopKRouter, experts: GroupedSwiGLU) -> None:
+    def __init__(
+        self, router: TopKRouter, experts: GroupedSwiGLU, *, shared: nn.Module | None = None, shared_gate: bool = False
+    ) -> None:
         super().__init__()
         if router.num_experts != experts.num_experts:
             raise ValueError(
                 f"the router knows {router.num_experts!r} experts and there are {experts.num_experts!r}; "
                 "give both the same number"
             )
+        if shared_gate and shared is None:
+            raise ValueError("shared_gate=True weighs a shared expert, and there is none; give shared")
         self.router = router
         self.experts = experts
+        self.shared = shared
+        self.shared_gate = nn.Linear(router.hidden_size, 1, bias=False) if shared_gate else None
         self.dispatcher: Dispatcher[Any] = LocalDispatcher(router.num_experts)
 
     @property
@@ -69,10 +81,36 @@ class MoELayer(nn.Module):
         choice = dispatchers.choose(dispatcher, DispatchNeed(ranks=ranks))
         self.dispatcher = choice.config.build(self.num_experts, group)
 
-    def forward(self, x: Tensor) -> Tensor:
-        """Transform x of shape (..., hidden_size), token by token."""
-        x_TH = x.reshape(-1, x.shape[-1])
-        routing = self.router(x_TH)
-        rows = self.dispatcher.dispatch(x_TH, routing.ids_TK, routing.probs_TK)
+    def set_sequence_group(self, group: dist.ProcessGroup | None) -> None:
+        """Say which ranks hold other tokens of the same sequences; see `TopKRouter.set_sequence_group`."""
+        self.router.set_sequence_group(group)
+
+    def forward(
+        self,
+        x: Tensor,
+        *,
+        mask: Tensor | None = None,
+        sequences: Sequences | None = None,
+        ids_TK: Tensor | None = None,
+    ) -> Tensor:
+        """Transform x of shape (..., hidden_size), token by token.
+
+        Args:
+            x: T tokens in all.
+            mask: bool, one for each token; False is padding: no expert but the shared one sees it, it counts in no load
+                and no loss, and gets zeros from the experts, whatever it holds.
+            sequences: For balance losses; None is a sequence for each index of all dims before the last two.
+            ids_TK: Experts to take instead of those that the router would select; see `TopKRouter.forward`.
+        """
+        tokens = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
+        routing = self.router(tokens, mask=mask, sequences=sequences, ids_TK=ids_TK)
+        pending = self.dispatcher.dispatch_async(tokens.reshape(-1, x.shape[-1]), routing.ids_TK, routing.probs_TK)
+        shared = None if self.shared is None else self._share(self.shared, x)
+        rows = pending.wait()
         y_NH = self.experts(rows.x_NH, rows.probs_N, rows.counts_E)
-        return self.dispatcher.combine(y_NH, rows.handle).view(x.shape)
+        y = self.dispatcher.combine(y_NH, rows.handle).view(x.shape)
+        return y if shared is None else y + shared
+
+    def _share(self, expert: nn.Module, x: Tensor) -> Tensor:
+        shared: Tensor = expert(x)
+        return shared if self.shared_gate is None else self.shared_gate(x).sigmoid() * shared

@@ -1,6 +1,6 @@
 """Dispatch to experts that are all on this rank.
 
-Shapes as in Dispatcher.
+Shapes: T tokens, K experts per token, N = T·K rows, H hidden size.
 """
 
 from typing import ClassVar
@@ -9,8 +9,8 @@ import attrs
 import torch.distributed as dist
 from torch import Tensor
 
-from ._dispatch import Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
-from ._rows import RowIndex, gather_rows, group_by_destination, sum_rows
+from ._dispatch import Arrived, Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
+from ._rows import RowIndex, gather_rows_with_probs, group_by_destination, sum_rows
 
 
 @attrs.frozen
@@ -22,9 +22,15 @@ class LocalDispatcher:
 
     def dispatch(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Dispatched[RowIndex]:
         """Sort tokens by expert; see Dispatcher."""
-        index = group_by_destination(ids_TK, self.num_experts, rows=ids_TK.numel())
-        probs_N = probs_TK.flatten().gather(0, index.slot_N)
-        return Dispatched(gather_rows(x_TH, index), probs_N, index.count_D, index)
+        # The host does not know how many slots have no expert: their rows go, with probability 0, to the last one.
+        expert_TK = ids_TK.clamp(max=self.num_experts - 1)
+        index = group_by_destination(expert_TK, self.num_experts, rows=ids_TK.numel())
+        x_NH, probs_N = gather_rows_with_probs(x_TH, probs_TK, index)
+        return Dispatched(x_NH, probs_N, index.count_D, index)
+
+    def dispatch_async(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> Arrived[RowIndex]:
+        """Dispatch: nothing travels; see Dispatcher."""
+        return Arrived(self.dispatch(x_TH, ids_TK, probs_TK))
 
     def combine(self, y_NH: Tensor, handle: RowIndex) -> Tensor:
         """Sum the rows of each token; see Dispatcher."""

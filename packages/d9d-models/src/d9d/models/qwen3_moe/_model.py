@@ -15,7 +15,7 @@ from d9d.attn import (
     RotaryConfig,
     RotaryEmbedding,
 )
-from d9d.moe import GroupedSwiGLU, MoELayer, TopKRouter
+from d9d.moe import GroupedSwiGLU, MoELayer, SoftmaxScoring, TopKRouter
 from d9d.parallel import StageInfo
 from d9d.parallel.pipeline import distribute_layers
 
@@ -44,7 +44,12 @@ class Qwen3MoELayer(nn.Module):
         )
         self.moe_norm = RMSNorm(config.hidden_size, eps=config.norm_eps)
         self.moe = MoELayer(
-            TopKRouter(config.hidden_size, config.num_experts, config.top_k, renormalize=config.renormalize),
+            TopKRouter(
+                config.hidden_size,
+                config.num_experts,
+                config.top_k,
+                scoring=SoftmaxScoring(renormalize=config.renormalize),
+            ),
             GroupedSwiGLU(config.num_experts, config.hidden_size, config.expert_size),
         )
 

@@ -67,10 +67,10 @@ def _step(subject: LoadedSubject, module: nn.Module, optimizer: Optimizer, max_n
     trained = [p for p in module.parameters() if p.requires_grad]
     module.zero_grad()
     loss = subject.loss(module, subject.batch)
-    mean = loss.sum / loss.weight
-    torch.autograd.backward(mean)
+    # Not of the mean: what modules add to the backward pass by themselves, as auxiliary losses, is a sum too.
+    torch.autograd.backward(loss.sum)
     for parameter in trained:
-        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / loss.weight
     norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in trained if p.grad is not None]))
     if max_norm is not None and norm > max_norm:
         for parameter in trained:
@@ -80,7 +80,7 @@ def _step(subject: LoadedSubject, module: nn.Module, optimizer: Optimizer, max_n
     optimizer.step()
     return OracleStep(
         weight=loss.weight,
-        loss=mean.detach(),
+        loss=(loss.sum / loss.weight).detach(),
         norm=norm,
         gradients=gradients,
         parameters=_copy(named_parameters(module)),

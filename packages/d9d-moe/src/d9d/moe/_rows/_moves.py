@@ -1,0 +1,154 @@
+"""Tokens to rows and back, with gradients.
+
+Shapes: T tokens, K slots of a token, N rows, H hidden size.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._triton import has_kernels_for, has_triton
+from ._index import RowIndex
+
+
+def gather_rows(x_TH: Tensor, index: RowIndex) -> Tensor:
+    """Copy each token to its rows: (N, H)."""
+    x_NH: Tensor = _GatherRows.apply(x_TH, None, index.row_TK, index.rows)[0]
+    return x_NH
+
+
+def gather_rows_with_probs(x_TH: Tensor, probs_TK: Tensor, index: RowIndex) -> tuple[Tensor, Tensor]:
+    """Copy each token to its rows (N, H), and the number of each slot to its row (N,)."""
+    x_NH, probs_N = _GatherRows.apply(x_TH, probs_TK, index.row_TK, index.rows)
+    return x_NH, probs_N
+
+
+def gather_rows_into(out_NH: Tensor, x_TH: Tensor, index: RowIndex) -> None:
+    """Copy each token, of any dtype, to its rows in ``out_NH``, whose rows may lie apart. Without gradient."""
+    if x_TH.is_cuda and has_triton():
+        from ._launch import gather  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+        gather(x_TH, None, index.row_TK, out_NH)
+    else:
+        out_NH.copy_(_copied(x_TH.repeat_interleave(index.row_TK.shape[1], dim=0), index.row_TK, index.rows))
+
+
+def sum_rows(y_NH: Tensor, index: RowIndex, *, weights_TK: Tensor | None = None) -> Tensor:
+    """Add the rows of each token, weighted or not: (T, H), zeros for a token without rows.
+
+    Accumulated in fp32 or wider and rounded once, to the dtype of y.
+    """
+    tokens_TH: Tensor = _SumRows.apply(y_NH, weights_TK, index.row_TK)
+    return tokens_TH
+
+
+@torch.library.custom_op("d9d::gather_rows", mutates_args=())
+def _gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """Rows, and numbers of the rows: empty without any of the slots."""
+    if has_kernels_for(x_TH):
+        from ._launch import gather  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+        x_NH = x_TH.new_empty(rows, x_TH.shape[1])
+        probs_N = gather(x_TH, probs_TK, row_TK, x_NH)
+        return x_NH, x_TH.new_empty(0) if probs_N is None else probs_N
+    x_NH = _copied(x_TH.repeat_interleave(row_TK.shape[1], dim=0), row_TK, rows)
+    return x_NH, x_TH.new_empty(0) if probs_TK is None else _copied(probs_TK.flatten(), row_TK, rows)
+
+
+@_gather.register_fake
+def _(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    x_NH = x_TH.new_empty(rows, x_TH.shape[1])
+    return x_NH, x_TH.new_empty(0) if probs_TK is None else probs_TK.new_empty(rows)
+
+
+@torch.library.custom_op("d9d::sum_rows", mutates_args=())
+def _sum(y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Tokens, and numbers of the slots: empty without any of the rows."""
+    if has_kernels_for(y_NH):
+        from ._launch import add_up  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+        x_TH, probs_TK = add_up(y_NH, weights_TK, probs_N, row_TK)
+        return x_TH, y_NH.new_empty(0) if probs_TK is None else probs_TK
+    x_TH = _added(y_NH, weights_TK, row_TK)
+    return x_TH, y_NH.new_empty(0) if probs_N is None else _of_rows(probs_N, row_TK)
+
+
+@_sum.register_fake
+def _(y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    x_TH = y_NH.new_empty(row_TK.shape[0], y_NH.shape[1])
+    return x_TH, y_NH.new_empty(0) if probs_N is None else probs_N.new_empty(row_TK.shape)
+
+
+@torch.library.custom_op("d9d::weigh_rows", mutates_args=())
+def _weigh(grad_TH: Tensor, y_NH: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rows and weights of a weighted sum."""
+    if has_kernels_for(y_NH):
+        from ._launch import weigh  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+        return weigh(grad_TH, y_NH, weights_TK, row_TK)
+    exact = torch.promote_types(y_NH.dtype, torch.float32)
+    grad_TKH = grad_TH.to(exact)[:, None] * weights_TK[..., None].to(exact)
+    grad_y_NH = _copied(grad_TKH.flatten(0, 1).to(y_NH.dtype), row_TK, len(y_NH))
+    y_TKH = _of_rows(y_NH, row_TK).to(exact)
+    return grad_y_NH, torch.einsum("th,tkh->tk", grad_TH.to(exact), y_TKH).to(weights_TK.dtype)
+
+
+@_weigh.register_fake
+def _(grad_TH: Tensor, y_NH: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return torch.empty_like(y_NH), torch.empty_like(weights_TK)
+
+
+class _GatherRows(torch.autograd.Function):
+    # A node of its own costs a third of what an operator's registered gradient does on the host.
+    @staticmethod
+    def forward(ctx: Any, x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(row_TK)
+        ctx.has_probs = probs_TK is not None
+        x_NH, probs_N = _gather(x_TH, probs_TK, row_TK, rows)
+        return x_NH, probs_N
+
+    @staticmethod
+    def backward(ctx: Any, grad_NH: Tensor, grad_probs_N: Tensor) -> tuple[Tensor | None, ...]:
+        (row_TK,) = ctx.saved_tensors
+        grad_TH, grad_probs_TK = _sum(grad_NH, None, grad_probs_N if ctx.has_probs else None, row_TK)
+        return grad_TH, grad_probs_TK if ctx.has_probs else None, None, None
+
+
+class _SumRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y_NH: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+        ctx.rows = y_NH.shape[0]
+        ctx.save_for_backward(row_TK, *(() if weights_TK is None else (y_NH, weights_TK)))
+        tokens_TH: Tensor = _sum(y_NH, weights_TK, None, row_TK)[0]
+        return tokens_TH
+
+    @staticmethod
+    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+        row_TK, *weighted = ctx.saved_tensors
+        if weighted:
+            return *_weigh(grad_TH, *weighted, row_TK), None
+        return _gather(grad_TH, None, row_TK, ctx.rows)[0], None, None
+
+
+def _copied(x: Tensor, row_TK: Tensor, rows: int) -> Tensor:
+    """Slots (T·K, …) to their rows; what has none goes to one row more, which is cut off."""
+    out = x.new_empty(rows + 1, *x.shape[1:])
+    out[row_TK.flatten().where(row_TK.flatten() >= 0, rows)] = x
+    return out[:rows].clone()
+
+
+def _of_rows(y: Tensor, row_TK: Tensor) -> Tensor:
+    """Rows (N, …) to their slots (T, K, …); zeros where there is none."""
+    if y.shape[0] == 0:
+        return y.new_zeros(*row_TK.shape, *y.shape[1:])
+    has_row_TK = (row_TK >= 0).view(*row_TK.shape, *(1 for _ in y.shape[1:]))
+    return y[row_TK.clamp(min=0)].where(has_row_TK, 0)
+
+
+def _added(y_NH: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
+    total_TH = y_NH.new_zeros(row_TK.shape[0], y_NH.shape[1], dtype=torch.promote_types(y_NH.dtype, torch.float32))
+    for slot in range(row_TK.shape[1]):  # in this order, as the kernel
+        y_TH = _of_rows(y_NH, row_TK[:, slot : slot + 1])[:, 0].to(total_TH.dtype)
+        total_TH += y_TH if weights_TK is None else y_TH * weights_TK[:, slot : slot + 1].to(total_TH.dtype)
+    return total_TH.to(y_NH.dtype)

@@ -1,0 +1,259 @@
+"""The mixture of experts of the 8-layer card: its kernels, its layer, and its experts spread over GPUs.
+
+    python tools/bench_moe.py                                                          # one GPU
+    python -m torch.distributed.run --standalone --nproc-per-node 2 tools/bench_moe.py # and spread over two
+
+Times are medians of forward and backward in milliseconds, bytes those that must move. Each line gives the ratio to a
+reference that is measured in the same run.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from d9d.moe import AllToAllDispatcher, GroupedSwiGLU, LocalDispatcher, MoELayer, TopKRouter, silu_mul
+from d9d.moe._grouped_mm import torch_grouped_mm
+from d9d.moe._rows import gather_rows, group_by_destination, sum_rows
+from d9d.moe._travel import Route
+
+TOKENS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE = 16_384, 2048, 128, 8, 768
+DENSE = (65_536, 4096)
+WARMUP, TIMED = 5, 15
+CALLS = 20
+
+
+def median_ms(run: Callable[[], object], *, calls: int = 1) -> float:
+    """Median time of one call; short ones in a row, so that their launches do not count."""
+    times: list[float] = []
+    for _ in range(WARMUP + TIMED):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        for _ in range(calls):
+            run()
+        end.record()
+        torch.cuda.synchronize()
+        times.append(start.elapsed_time(end) / calls)
+    return statistics.median(times[WARMUP:])
+
+
+def random(*shape: int) -> Tensor:
+    """Numbers with a gradient."""
+    return torch.randn(*shape, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+
+
+def both_ms(forward: Callable[[], Tensor], inputs: list[Tensor]) -> tuple[float, float]:
+    """Median times of forward and of backward."""
+    out = forward()
+    upstream = torch.randn_like(out)
+    backward = median_ms(lambda: torch.autograd.grad(out, inputs, upstream, retain_graph=True), calls=CALLS)
+    with torch.no_grad():
+        return median_ms(forward, calls=CALLS), backward
+
+
+def copy_rate() -> float:
+    """TB/s of a device copy, read and written."""
+    source = torch.empty(1 << 29, device="cuda", dtype=torch.bfloat16)
+    target = torch.empty_like(source)
+    return 2 * source.nbytes / median_ms(lambda: target.copy_(source)) / 1e9
+
+
+@torch.no_grad()
+def kernel_ms(run: Callable[[], object]) -> float:
+    """Median time of a short call."""
+    return median_ms(run, calls=CALLS)
+
+
+def bench_kernels() -> None:
+    """Rates of the kernels against that of a copy."""
+    copy = copy_rate()
+    print(f"device copy: {copy:.2f} TB/s")
+
+    def line(name: str, milliseconds: float, size: int) -> None:
+        rate = size / milliseconds / 1e9
+        print(f"  {name:<44} {milliseconds:6.3f} ms  {rate:5.2f} TB/s  x {rate / copy:4.2f} of the copy", flush=True)
+
+    rows, size = DENSE
+    gate_up = random(rows, 2 * size)
+    forward, backward = both_ms(lambda: silu_mul(gate_up), [gate_up])
+    one = gate_up.nbytes // 2
+    line(f"SiLU·mul {rows} x {size} forward", forward, 3 * one)
+    line(f"SiLU·mul {rows} x {size} backward", backward, 5 * one)
+    del gate_up
+
+    rows = TOKENS * TOP_K
+    gate_up, probs = random(rows, 2 * INTERMEDIATE), torch.rand(rows, device="cuda", requires_grad=True)
+    forward, backward = both_ms(lambda: silu_mul(gate_up, probs), [gate_up, probs])
+    one = gate_up.nbytes // 2
+    line(f"SiLU·mul·prob {rows} x {INTERMEDIATE} forward", forward, 3 * one)
+    line(f"SiLU·mul·prob {rows} x {INTERMEDIATE} backward", backward, 5 * one)
+
+    ids = torch.rand(TOKENS, EXPERTS, device="cuda").argsort(1)[:, :TOP_K].contiguous()
+    index = group_by_destination(ids, EXPERTS, rows=rows)
+    line("sort slots by expert", kernel_ms(lambda: group_by_destination(ids, EXPERTS, rows=rows)), 2 * ids.nbytes)
+    line("  torch: argsort", kernel_ms(lambda: ids.flatten().argsort(stable=True)), 2 * ids.nbytes)
+    x, y = random(TOKENS, HIDDEN), random(rows, HIDDEN)
+    moved = x.nbytes + y.nbytes
+    line("tokens to rows", kernel_ms(lambda: gather_rows(x, index)), moved)
+    line("rows to tokens", kernel_ms(lambda: sum_rows(y, index)), moved)
+    token = ids.flatten().argsort(stable=True) // TOP_K
+    line("  torch: index_select of tokens", kernel_ms(lambda: x.index_select(0, token)), moved)
+
+
+def make_layer() -> MoELayer:
+    """The layer of the card, with a real random router."""
+    torch.manual_seed(0)
+    with torch.device("cuda"):
+        layer = MoELayer(TopKRouter(HIDDEN, EXPERTS, TOP_K), GroupedSwiGLU(EXPERTS, HIDDEN, INTERMEDIATE))
+    return layer.to(torch.bfloat16)
+
+
+def step(module: nn.Module, x: Tensor, upstream: Tensor) -> Callable[[], None]:
+    """Forward and backward into fresh gradients."""
+
+    def run() -> None:
+        module(x).backward(upstream)
+        module.zero_grad()
+        x.grad = None
+
+    return run
+
+
+def grouped_products_ms(layer: MoELayer, x: Tensor) -> float:
+    """The layer's grouped products alone, with its real counts."""
+    routing = layer.router(x)
+    counts = LocalDispatcher(EXPERTS).dispatch(x, routing.ids_TK, routing.probs_TK).counts_E
+    total = 0.0
+    for weight in (layer.experts.gate_up_proj, layer.experts.down_proj):
+        rows = random(TOKENS * TOP_K, weight.shape[2])
+        upstream = torch.randn(TOKENS * TOP_K, weight.shape[1], device="cuda", dtype=torch.bfloat16)
+
+        def product(rows: Tensor = rows, weight: Tensor = weight, upstream: Tensor = upstream) -> None:
+            torch.autograd.grad(torch_grouped_mm(rows, weight, counts), (rows, weight), upstream)
+
+        total += median_ms(product)
+    return total
+
+
+def transformers_block(layer: MoELayer) -> nn.Module | None:
+    """The same layer of transformers with its grouped_mm experts, if it is installed."""
+    try:
+        from transformers import Qwen3MoeConfig  # noqa: PLC0415
+        from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock  # noqa: PLC0415
+    except ImportError:
+        return None
+    config = Qwen3MoeConfig(
+        hidden_size=HIDDEN,
+        num_experts=EXPERTS,
+        num_experts_per_tok=TOP_K,
+        moe_intermediate_size=INTERMEDIATE,
+        norm_topk_prob=True,
+    )
+    config._experts_implementation = "grouped_mm"  # noqa: SLF001 - models set it from_pretrained
+    with torch.device("cuda"):
+        block: nn.Module = Qwen3MoeSparseMoeBlock(config).to(torch.bfloat16)
+    parameters = {
+        "gate.weight": layer.router.weight,
+        "experts.gate_up_proj": layer.experts.gate_up_proj,
+        "experts.down_proj": layer.experts.down_proj,
+    }
+    block.load_state_dict({name: value.detach() for name, value in parameters.items()})
+    return block
+
+
+def bench_layer(*, profile: bool) -> None:
+    """The layer against its grouped products and against transformers."""
+    layer = make_layer()
+    x = random(4, TOKENS // 4, HIDDEN)
+    upstream = torch.randn_like(x)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    ours = median_ms(step(layer, x, upstream))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    products = grouped_products_ms(layer, x.detach().flatten(0, 1))
+    print(f"layer of the card, {TOKENS} tokens: {ours:.2f} ms, {peak:.2f} GiB beyond weights")
+    print(f"  its grouped products alone: {products:.2f} ms, {products / ours:.1%} of it")
+    if (block := transformers_block(layer)) is not None:
+        with torch.no_grad():
+            difference = (block(x) - layer(x)).abs().max() / layer(x).abs().max()
+        theirs = median_ms(step(block, x, upstream))
+        print(
+            f"  transformers, grouped_mm experts: {theirs:.2f} ms, x {theirs / ours:.2f}; differs by {difference:.1e}"
+        )
+    if profile:
+        print_kernels(step(layer, x, upstream))
+
+
+def print_kernels(run: Callable[[], None]) -> None:
+    """Where the time goes."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    spent: dict[str, tuple[float, int]] = {}
+    for event in profiler.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            time, count = spent.get(event.name, (0.0, 0))
+            spent[event.name] = time + event.self_device_time_total / 1e3, count + 1
+    total = sum(time for time, _ in spent.values())
+    print(f"  kernels, {total:.2f} ms in all:")
+    for name, (time, count) in sorted(spent.items(), key=lambda item: -item[1][0]):
+        if time > total / 500:
+            print(f"    {time:6.3f} ms  {time / total:5.1%}  {count:3d} x  {name[:110]}")
+
+
+def bench_spread() -> None:
+    """Experts spread over all ranks: the way there and back against one exchange, and the layer against itself."""
+    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
+    assert group is not None
+    layer = make_layer()
+    torch.manual_seed(1 + rank)
+    x = random(TOKENS, HIDDEN)
+    upstream = torch.randn_like(x)
+    alone = median_ms(step(layer, x, upstream))
+
+    with torch.no_grad():
+        routing = layer.router(x)
+        dispatcher = AllToAllDispatcher(EXPERTS, group)
+        rows = dispatcher.dispatch(x, routing.ids_TK, routing.probs_TK)
+        route: Route = rows.handle.route
+        sent, received = x.new_empty(sum(route.sends), HIDDEN), x.new_empty(sum(route.receives), HIDDEN)
+        one = median_ms(lambda: dist.all_to_all_single(received, sent, list(route.receives), list(route.sends)))
+        there = median_ms(lambda: dispatcher.dispatch(x, routing.ids_TK, routing.probs_TK))
+        back = median_ms(lambda: dispatcher.combine(rows.x_NH, rows.handle))
+
+    for name in ("gate_up_proj", "down_proj"):
+        block = getattr(layer.experts, name).detach().chunk(ranks)[rank].clone()
+        setattr(layer.experts, name, nn.Parameter(block))
+    layer.set_expert_group(group)
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    spread = median_ms(step(layer, x, upstream))
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
+    if rank == 0:
+        print(f"{ranks} GPUs: one all_to_all_single of the tokens sent {one:.3f} ms")
+        print(f"  dispatch {there:.3f} ms, x {there / one:.2f}; combine {back:.3f} ms, x {back / one:.2f}")
+        print(f"  layer {spread:.2f} ms, {TOKENS / spread:.0f} tokens/ms a GPU, {peak:.2f} GiB beyond weights")
+        print(f"  with all experts on each GPU {alone:.2f} ms: {alone / spread:.1%} of its tokens/s a GPU")
+
+
+def main() -> None:
+    """Print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--profile", action="store_true", help="list the kernels of the layer")
+    arguments = parser.parse_args()
+    if "WORLD_SIZE" in os.environ:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+        bench_spread()
+        dist.destroy_process_group()
+        return
+    bench_kernels()
+    bench_layer(profile=arguments.profile)
+
+
+if __name__ == "__main__":
+    main()
