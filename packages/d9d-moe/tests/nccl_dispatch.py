@@ -32,7 +32,7 @@ def run(dispatcher, first, x, ids, probs):
     )
     weighted_NH = (rows.x_NH * (rows.probs_N * factor_N)[:, None]).to(x.dtype)
     out = dispatcher.combine(weighted_NH, rows.handle) + beside
-    grad_x, grad_probs = torch.autograd.grad(out, (x, probs), torch.cos(out.detach()))
+    grad_x, grad_probs = torch.autograd.grad(out, (x, probs), torch.cos(x.detach()))
     return out, grad_x, grad_probs.where(ids < EXPERTS, 0)
 
 

@@ -27,7 +27,7 @@ def silu_mul(gate_up: Tensor, probs: Tensor | None = None) -> Tensor:
         return _formula(gate, up, probs)
     rows = gate_up.reshape(-1, gate_up.shape[-1])
     out: Tensor = _SiluMul.apply(rows, None, None if probs is None else probs.reshape(-1))
-    return out.view(*gate_up.shape[:-1], -1)
+    return out.view(*gate_up.shape[:-1], out.shape[-1])
 
 
 def silu_mul_pair(gate: Tensor, up: Tensor, probs: Tensor | None = None) -> Tensor:
