@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ._backend import AttentionBackend, AttentionBackendConfig, AttentionNeed, Feature, attention_backends
 from ._mask import AttentionMask
 from ._norm import RMSNorm
-from ._rotary import apply_rotary
+from ._norm_rotary import apply_rotary
 
 
 @attrs.frozen(kw_only=True)
