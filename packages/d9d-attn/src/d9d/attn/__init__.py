@@ -3,12 +3,16 @@
 from ._backend import (
     AttentionBackend,
     AttentionBackendConfig,
+    AttentionBackendWithLSE,
     AttentionNeed,
     Capabilities,
-    Feature,
     attention_backends,
 )
 from ._eager import EagerAttentionConfig
+from ._feature import Feature
+from ._flash_2 import FlashAttention2Config
+from ._flash_4 import FlashAttention4Config
+from ._flex import FlexAttentionConfig
 from ._grouped_query import GroupedQueryAttention, GroupedQueryAttentionConfig
 from ._mask import AttentionMask, Documents, Visibility
 from ._norm import RMSNorm, add_rms_norm, rms_norm
@@ -50,11 +54,15 @@ __all__ = [
     # Backends
     "AttentionBackend",
     "AttentionBackendConfig",
+    "AttentionBackendWithLSE",
     "AttentionNeed",
     "Capabilities",
     "Choice",
     "EagerAttentionConfig",
     "Feature",
+    "FlashAttention2Config",
+    "FlashAttention4Config",
+    "FlexAttentionConfig",
     "TorchAttentionConfig",
     "attention_backends",
 ]

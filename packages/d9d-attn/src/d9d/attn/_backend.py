@@ -1,6 +1,7 @@
 """What an attention backend is, and what can be asked of one."""
 
 import abc
+from collections.abc import Iterator
 from typing import ClassVar, Protocol, runtime_checkable
 
 import attrs
@@ -125,22 +126,24 @@ class AttentionBackendConfig(BackendConfig[AttentionNeed]):
 
     def refusal(self, need: AttentionNeed) -> str | None:
         """Say what of the need the capability table does not cover."""
+        return next(self._refusals(need), None)
+
+    def _refusals(self, need: AttentionNeed) -> Iterator[str]:
         can = self.capabilities
         if can.requires is not None and not is_installed(can.requires):
-            return f"needs {can.requires!r}, which is not installed; install {can.install or can.requires!r}"
+            yield f"needs {can.requires!r}, which is not installed; install {can.install or can.requires!r}"
         if missing := sorted(need.features - can.features):
-            return f"has no {', '.join(missing)}; choose another backend or leave the choice automatic"
+            yield f"has no {', '.join(missing)}; choose another backend or leave the choice automatic"
         if can.device_types is not None and need.device_type is not None and need.device_type not in can.device_types:
-            return f"runs on {sorted(can.device_types)} only, not on {need.device_type!r}; choose another backend"
+            yield f"runs on {sorted(can.device_types)} only, not on {need.device_type!r}; choose another backend"
         if can.dtypes is not None and need.dtype is not None and need.dtype not in can.dtypes:
-            return f"takes {sorted(map(str, can.dtypes))} only, not {need.dtype!r}; choose another backend"
+            yield f"takes {sorted(map(str, can.dtypes))} only, not {need.dtype!r}; choose another backend"
         if can.max_head_dim is not None and need.head_dim is not None and need.head_dim > can.max_head_dim:
-            return f"takes head dims up to {can.max_head_dim} only, not {need.head_dim!r}; choose another backend"
+            yield f"takes head dims up to {can.max_head_dim} only, not {need.head_dim!r}; choose another backend"
         if can.cuda_capability is not None and need.device_type == "cuda":
             found = torch.cuda.get_device_capability()
             if found < can.cuda_capability:
-                return f"needs compute capability {can.cuda_capability}, found {found}; choose another backend"
-        return None
+                yield f"needs compute capability {can.cuda_capability}, found {found}; choose another backend"
 
 
 attention_backends: Registry[AttentionBackendConfig, AttentionNeed] = Registry(

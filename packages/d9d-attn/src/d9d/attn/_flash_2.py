@@ -95,7 +95,7 @@ class _Attend(torch.autograd.Function):
     """(q_NHP, k_NGP, v_NGP, sinks_H) → (out_NHP, lse_HN), the sinks in both."""
 
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, q_NHP: Tensor, k_NGP: Tensor, v_NGP: Tensor, sinks_H: Tensor | None, options: _Options
     ) -> tuple[Tensor, Tensor]:
         ctx.set_materialize_grads(False)
@@ -113,12 +113,13 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(
-        ctx: Any, d_out_NHP: Tensor | None, d_lse_HN: Tensor | None
+        ctx: Any, *gradients: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
+        d_out_NHP, d_lse_HN = gradients
         if d_lse_HN is not None:
             raise RuntimeError(
-                "a gradient reached the log-sum-exp of 'flash_attention_2', which has none; detach it, or use a backend "
-                "with LSE_GRADIENT in its row of the capability table"
+                "a gradient reached the log-sum-exp of 'flash_attention_2', which has none; detach it, or use a "
+                "backend with LSE_GRADIENT in its row of the capability table"
             )
         if d_out_NHP is None:
             return None, None, None, None, None
@@ -144,8 +145,10 @@ class _Attend(torch.autograd.Function):
         if sinks_H is not None:
             wide = torch.promote_types(out_NHP.dtype, torch.float32)
             delta_NH = (d_out_NHP.to(wide) * out_NHP.to(wide)).sum(-1)
-            share_NH = (sinks_H.to(wide)[:, None] - lse_HN).exp().t()
-            d_sinks_H = -(share_NH * delta_NH).sum(0).to(sinks_H.dtype)
+            of_position_NH = (sinks_H.to(wide)[:, None] - lse_HN).exp().t() * delta_NH
+            if (real_BS := options.sequences.real_BS) is not None:
+                of_position_NH = of_position_NH.masked_fill(~real_BS.flatten()[:, None], 0.0)
+            d_sinks_H = -of_position_NH.sum(0).to(sinks_H.dtype)
         return dq, dk, dv, d_sinks_H, None
 
 

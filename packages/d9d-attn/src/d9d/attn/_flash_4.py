@@ -83,7 +83,9 @@ class FlashAttention4:
         Raises:
             ValueError: The mask has a bias, or there is dropout.
         """
-        return self._attend(q_BSHD, k_BTGD, v_BTGE, mask, scale, sinks_H, soft_cap, dropout, lse=False)[0]
+        return self._attend(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout, lse=False
+        )[0]
 
     def with_lse(
         self,
@@ -102,7 +104,9 @@ class FlashAttention4:
         Raises:
             ValueError: The mask has a bias, or there is dropout.
         """
-        return self._attend(q_BSHD, k_BTGD, v_BTGE, mask, scale, sinks_H, soft_cap, dropout, lse=True)
+        return self._attend(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout, lse=True
+        )
 
     def _attend(
         self,
@@ -110,11 +114,11 @@ class FlashAttention4:
         k_BTGD: Tensor,
         v_BTGE: Tensor,
         mask: AttentionMask,
+        *,
         scale: float,
         sinks_H: Tensor | None,
         soft_cap: float | None,
         dropout: float,
-        *,
         lse: bool,
     ) -> tuple[Tensor, Tensor]:
         if mask.bias is not None or dropout:

@@ -33,7 +33,7 @@ class FlexAttentionConfig(AttentionBackendConfig):
     kind: ClassVar[str] = "flex"
     priority: ClassVar[int | None] = 10
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(Feature) - {Feature.DROPOUT},
+        features=frozenset(Feature) - {Feature.DROPOUT, Feature.BIAS_GRADIENT},
         device_types=frozenset({"cuda"}),
         cuda_capability=(8, 0),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
@@ -77,13 +77,13 @@ class FlexAttention:
         """Attend; see AttentionBackend.
 
         Raises:
-            ValueError: There is dropout.
+            ValueError: There is dropout, or a bias wants a gradient.
         """
         if sinks_H is not None:
             return self.with_lse(
                 q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout
             )[0]
-        return self._attend(q_BSHD, k_BTGD, v_BTGE, mask, scale, soft_cap, dropout, lse=False)[0]
+        return self._attend(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, soft_cap=soft_cap, dropout=dropout, lse=False)[0]
 
     def with_lse(
         self,
@@ -100,9 +100,11 @@ class FlexAttention:
         """Attend, and give the log-sum-exp; see AttentionBackend.
 
         Raises:
-            ValueError: There is dropout.
+            ValueError: There is dropout, or a bias wants a gradient.
         """
-        out_BSHE, lse_BHS = self._attend(q_BSHD, k_BTGD, v_BTGE, mask, scale, soft_cap, dropout, lse=True)
+        out_BSHE, lse_BHS = self._attend(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, soft_cap=soft_cap, dropout=dropout, lse=True
+        )
         assert lse_BHS is not None
         return (out_BSHE, lse_BHS) if sinks_H is None else add_sinks(out_BSHE, lse_BHS, sinks_H)
 
@@ -112,14 +114,17 @@ class FlexAttention:
         k_BTGD: Tensor,
         v_BTGE: Tensor,
         mask: AttentionMask,
+        *,
         scale: float,
         soft_cap: float | None,
         dropout: float,
-        *,
         lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
         if dropout:
             raise ValueError(f"the attention backend 'flex' has no dropout, found {dropout!r}; use 'torch' or 'eager'")
+        if mask.bias is not None and mask.bias.requires_grad and torch.is_grad_enabled():
+            # torch sums it by atomics, in an order of their own, where it is compiled, and forgets it where it is not.
+            raise ValueError("the attention backend 'flex' has no gradient of a bias; use 'torch' or 'eager'")
         from torch.nn.attention.flex_attention import AuxRequest  # noqa: PLC0415 - takes a second to import
 
         batch, queries, heads, head_dim = q_BSHD.shape
@@ -175,7 +180,7 @@ def _mask_function(mask: AttentionMask, batch: int, queries: int, keys: int) -> 
     if (window := mask.window) is not None:
         rules.append(lambda _b, _h, s, t: (s + offset - t).abs() < window)
     if mask.documents is not None:
-        document_BS = mask.documents.index_BS(batch, keys)
+        document_BS = mask.documents.index_positions(batch, keys)
         rules.append(lambda b, _h, s, t: (document_BS[b, s] == document_BS[b, t]) & (document_BS[b, t] >= 0))
     if (bias := mask.bias) is not None and bias.dtype == torch.bool:
         rules.append(lambda b, h, s, t: _at(bias, b, h, s, t))
@@ -212,7 +217,7 @@ def _at(bias: Tensor, *index: Tensor) -> Tensor:
 
 # Module-level functions, each compiled once; torch.compile specializes them by mask and shape.
 @functools.cache
-def _flex_attention(*, compiled: bool) -> Callable[..., tuple[Tensor, Any]]:
+def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - takes a second to import
 
     return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention

@@ -47,7 +47,7 @@ class Documents:
         ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
         return Documents(ends.to(device), max(lengths), sum(lengths))
 
-    def index_BS(self, batch: int, length: int) -> Tensor:
+    def index_positions(self, batch: int, length: int) -> Tensor:
         """Number of the document that holds each position, (B, S) int64; −1 in padding."""
         position_BS = torch.arange(batch * length, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
         position_BS = position_BS.view(batch, length)
@@ -185,7 +185,7 @@ class AttentionMask:
         if self.window is not None:
             visible = visible & (distance_ST.abs() < self.window)
         if self.documents is not None:
-            document_BS = self.documents.index_BS(batch, keys)
+            document_BS = self.documents.index_positions(batch, keys)
             same = document_BS[:, :, None] == document_BS[:, None, :]
             visible = visible & (same & (document_BS >= 0)[:, None, :])[:, None]
         if self.bias is not None:

@@ -4,7 +4,7 @@ Shapes as in AttentionBackend.
 """
 
 import contextlib
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -137,9 +137,7 @@ class TorchAttention:
         fits = q.is_cuda and q.dtype in HALF_PRECISION and max(q.shape[-1], v.shape[-1]) <= 256
         return fits and dropout == 0.0
 
-    def _plain(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float
-    ) -> Tensor:
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
         if q.is_cuda and q.dtype not in HALF_PRECISION:  # only cuDNN and FlashAttention share heads
             k, v = _one_key_head_each(q, k, v)
         kernels = self.config.kernels
@@ -150,9 +148,7 @@ class TorchAttention:
                 q, k, v, dropout_p=dropout, is_causal=mask.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
 
-    def _masked(
-        self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float
-    ) -> Tensor:
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
         visibility = mask.visibility(batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], device=q.device)
         # Kernels disagree on rows without any key (zeros, NaN, means), so blind rows see all and are zeroed at the end.
         attn_mask = visibility.keys
@@ -178,7 +174,7 @@ def _varlen(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, mask: AttentionMask,
     q, k, v = (sequences.flatten(pad_head_dim(x, head_dim)) for x in (q_BSHD, k_BTGD, v_BTGE))
     before, after = window_bounds(mask)
     # torch 2.11 shares heads without being asked to and does not know the argument.
-    grouped = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}) else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}) else {}
     out = varlen_attn(
         q,
         k,

@@ -63,7 +63,7 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
         if (documents := mask.documents) is not None:
             real_BS = None
             if documents.total_length != batch * queries:
-                real_BS = documents.index_BS(batch, queries) >= 0
+                real_BS = documents.index_positions(batch, queries) >= 0
             cu_seqlens = documents.cu_seqlens
             return Sequences(cu_seqlens, cu_seqlens, documents.max_length, documents.max_length, real_BS)
         row = torch.arange(batch + 1, device=device, dtype=torch.int32)
