@@ -28,6 +28,7 @@ from ._rotary import (
     YarnScaling,
 )
 from ._sdpa import TorchAttentionConfig
+from ._table import capability_table
 
 __all__ = [
     # Blocks
@@ -65,4 +66,5 @@ __all__ = [
     "FlexAttentionConfig",
     "TorchAttentionConfig",
     "attention_backends",
+    "capability_table",
 ]

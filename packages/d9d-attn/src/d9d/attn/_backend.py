@@ -107,9 +107,6 @@ class Capabilities:
     install: str | None = None
     """What to install for it."""
 
-    how: str = ""
-    """What it is, for the documentation."""
-
 
 HALF_PRECISION = frozenset({torch.float16, torch.bfloat16})
 

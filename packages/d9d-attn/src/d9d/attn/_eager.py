@@ -84,7 +84,7 @@ class EagerAttentionConfig(AttentionBackendConfig):
     kind: ClassVar[str] = "eager"
     priority: ClassVar[int | None] = 0
     capabilities: ClassVar[Capabilities] = Capabilities(
-        features=frozenset(Feature), how="spelled out, holds all scores; the reference of the tests"
+        features=frozenset(Feature),
     )
 
     def build(self) -> AttentionBackend:

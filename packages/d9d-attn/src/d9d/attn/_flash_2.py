@@ -40,7 +40,6 @@ class FlashAttention2Config(AttentionBackendConfig):
         max_head_dim=256,
         requires=_OPERATORS,
         install="d9d-attn[flash-attn]",
-        how="the package flash-attn, sequences of variable length",
     )
 
     deterministic: bool = False

@@ -34,7 +34,6 @@ class FlashAttention4Config(AttentionBackendConfig):
         max_head_dim=256,
         requires=_MODULE,
         install="d9d-attn[flash-attn-4]",
-        how="the package flash-attn-4, for Hopper and Blackwell; kernels are compiled in the first call",
     )
 
     deterministic: bool = False

@@ -38,7 +38,6 @@ class FlexAttentionConfig(AttentionBackendConfig):
         cuda_capability=(8, 0),
         dtypes=frozenset({torch.float16, torch.bfloat16, torch.float32}),
         max_head_dim=256,
-        how="torch's flex attention, compiled in the first call; blocks that nobody sees are skipped",
     )
 
     compiled: bool = True
@@ -220,11 +219,15 @@ def _at(bias: Tensor, *index: Tensor) -> Tensor:
 def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - takes a second to import
 
-    return torch.compile(flex_attention, fullgraph=True) if compiled else flex_attention
+    if compiled:
+        return torch.compile(flex_attention, fullgraph=True)
+    return flex_attention
 
 
 @functools.cache
 def _create_block_mask(*, compiled: bool) -> Callable[..., "BlockMask"]:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - takes a second to import
 
-    return torch.compile(create_block_mask, fullgraph=True) if compiled else create_block_mask
+    if compiled:
+        return torch.compile(create_block_mask, fullgraph=True)
+    return create_block_mask

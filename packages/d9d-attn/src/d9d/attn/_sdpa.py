@@ -53,7 +53,6 @@ class TorchAttentionConfig(AttentionBackendConfig):
     priority: ClassVar[int | None] = 40
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(Feature) - {Feature.SINKS, Feature.SOFT_CAP, Feature.LSE, Feature.LSE_GRADIENT},
-        how="`scaled_dot_product_attention`; windows and documents in half precision on CUDA by `varlen_attn`",
     )
 
     kernels: tuple[str, ...] | None = attrs.field(
