@@ -109,14 +109,17 @@ def flash_2_backward(
         gradient.fill_(torch.nan)
     group = q.shape[1] // k.shape[1]
     for of_q, of_k in sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
-        q_, k_ = q[of_q].detach().requires_grad_(), k[of_k].detach().requires_grad_()
-        with torch.enable_grad():
-            scores = scores_of(q_, k_, softmax_scale, causal, window_size_left, window_size_right, softcap)
+        keys, values = (x[of_k].repeat_interleave(group, dim=1) for x in (k, v))
+        scores = scores_of(q[of_q], k[of_k], softmax_scale, causal, window_size_left, window_size_right, softcap)
         keep = kept(scores.shape, dropout_p, rng_state).to(q.dtype)
-        weights = (scores.detach() - softmax_lse[:, of_q, None]).exp()
-        d_weights = torch.einsum("shd,thd->hst", dout[of_q], v[of_k].repeat_interleave(group, dim=1)) * keep
+        weights = (scores - softmax_lse[:, of_q, None]).exp()
+        d_weights = torch.einsum("shd,thd->hst", dout[of_q], values) * keep
         delta = (dout[of_q] * out[of_q]).sum(-1).t()[..., None]
-        dq[of_q], dk[of_k] = torch.autograd.grad(scores, (q_, k_), weights * (d_weights - delta))
+        d_scores = weights * (d_weights - delta) * softmax_scale
+        if softcap:
+            d_scores = d_scores * (1 - (scores.nan_to_num(neginf=0.0) / softcap).square())
+        dq[of_q] = torch.einsum("hst,thd->shd", d_scores, keys)
+        dk[of_k] = torch.einsum("hst,shd->thd", d_scores, q[of_q]).unflatten(1, (-1, group)).sum(2)
         d_value = torch.einsum("hst,shd->thd", weights * keep, dout[of_q])
         dv[of_k] = d_value.unflatten(1, (-1, group)).sum(2)
     return q.new_empty(0)

@@ -8,6 +8,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from d9d.attn import (
     AttentionMask,
     Documents,
+    EagerAttentionConfig,
+    FlashAttention2Config,
+    FlexAttentionConfig,
     GroupedQueryAttention,
     GroupedQueryAttentionConfig,
     RotaryConfig,
@@ -117,3 +120,66 @@ def test_blocks_keep_their_own_backends():
         torch.testing.assert_close(found, block(x, cos=table, sin=table, mask=AttentionMask()))
     calls = ["scaled_dot_product_attention" in graph.code for graph in counter.graphs]
     assert calls == [False, True, False]
+
+
+def check_one_graph(backend, *, needs_gradient):
+    """Sinks, documents with padding, a window and a soft cap, over lengths."""
+
+    def attend(backend, q, k, v, sinks, documents):
+        mask = AttentionMask(documents=documents, window=4)
+        return backend(q, k, v, mask, scale=0.4, sinks_H=sinks, soft_cap=2.0)
+
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(attend, fullgraph=True, backend=counter)
+    for length in LENGTHS:
+        inputs = [torch.randn(2, length, h, d, dtype=torch.float64) for h, d in ((4, 8), (2, 8), (2, 6))]
+        for x in inputs:
+            torch._dynamo.mark_dynamic(x, 1)
+        inputs.append(torch.randn(4, dtype=torch.float64))
+        for x in inputs:
+            x.requires_grad_(needs_gradient)
+        packed = Documents(torch.tensor([0, 3, length, 2 * length - 1], dtype=torch.int32), length)
+        found = []
+        for run, which in ((compiled, backend), (attend, EagerAttentionConfig().build())):
+            out = run(which, *inputs, packed)
+            found.append((out, *torch.autograd.grad(out.square().sum(), inputs)) if needs_gradient else (out,))
+        torch.testing.assert_close(*found, rtol=1e-7, atol=1e-7)  # flex attention's constants are fp32
+    assert counter.frame_count <= 2
+
+
+@pytest.mark.long
+def test_flex_is_part_of_the_graph():
+    check_one_graph(FlexAttentionConfig().build(), needs_gradient=False)  # which torch has not on CPU
+
+
+@pytest.mark.long
+def test_flash_attention_2_is_part_of_the_graph(flash_packages, monkeypatch):
+    """Its operators are custom operators; so are the stand-ins here."""
+    backend = FlashAttention2Config().build()
+    tensors = "Tensor q, Tensor k, Tensor v"
+    lengths = "Tensor cu_q, Tensor cu_k, SymInt max_q, SymInt max_k"
+    common = "float dropout_p, float softmax_scale, bool causal, int window_size_left, int window_size_right"
+    rest = "float softcap, Tensor? alibi_slopes"
+    with torch.library._scoped_library("d9d_attn_test", "DEF") as library:
+        library.define(
+            f"forward({tensors}, {lengths}, *, {common}, {rest}, bool return_softmax)"
+            " -> (Tensor, Tensor, Tensor, Tensor)"
+        )
+        library.define(
+            "backward(Tensor dout, Tensor q, Tensor k, Tensor v, Tensor out, Tensor lse, Tensor(a!) dq, Tensor(b!) dk, "
+            f"Tensor(c!) dv, {lengths}, *, {common}, {rest}, bool deterministic, Tensor? rng_state) -> Tensor"
+        )
+        library.impl("forward", backend.operators._flash_attn_varlen_forward, "CPU")
+        library.impl("backward", backend.operators._flash_attn_varlen_backward, "CPU")
+
+        def fake_forward(q, *_, **__):
+            shapes = ([q.shape[1], q.shape[0]], [0])
+            lse, nothing = (q.new_empty(shape) for shape in shapes)
+            return torch.empty_like(q), lse, nothing, q.new_empty(1, dtype=torch.int64)
+
+        library.impl("forward", fake_forward, "Meta")
+        library.impl("backward", lambda dout, *_, **__: dout.new_empty(0), "Meta")
+        operators = torch.ops.d9d_attn_test
+        monkeypatch.setattr(backend.operators, "_flash_attn_varlen_forward", operators.forward)
+        monkeypatch.setattr(backend.operators, "_flash_attn_varlen_backward", operators.backward)
+        check_one_graph(backend, needs_gradient=True)

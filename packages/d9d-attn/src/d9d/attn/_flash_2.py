@@ -9,7 +9,7 @@ Given those with the sinks in, it gives the gradients with the sinks in.
 
 import importlib
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import attrs
 import torch
@@ -61,9 +61,8 @@ class FlashAttention2Config(AttentionBackendConfig):
 attention_backends.register(FlashAttention2Config)
 
 
-@attrs.frozen
-class _Options:
-    """What both passes are told."""
+class _Options(NamedTuple):
+    """What both passes are told; a tuple, because torch.compile follows the making of one."""
 
     sequences: Sequences
     scale: float
@@ -97,7 +96,6 @@ class _Attend(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, q_NHP: Tensor, k_NGP: Tensor, v_NGP: Tensor, sinks_H: Tensor | None, options: _Options
     ) -> tuple[Tensor, Tensor]:
-        ctx.set_materialize_grads(False)
         out_NHP, lse_HN, _, rng_state = options.operators._flash_attn_varlen_forward(  # noqa: SLF001 - see above
             q_NHP, k_NGP, v_NGP, *options.lengths(), **options.settings(), return_softmax=False
         )
@@ -108,20 +106,12 @@ class _Attend(torch.autograd.Function):
             out_NHP, lse_HN = out_1NHP[0], lse_1HN[0]
         ctx.save_for_backward(q_NHP, k_NGP, v_NGP, sinks_H, out_NHP, lse_HN, rng_state)
         ctx.options = options
+        ctx.mark_non_differentiable(lse_HN)
         return out_NHP, lse_HN
 
     @staticmethod
-    def backward(
-        ctx: Any, *gradients: Tensor | None
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, None]:
-        d_out_NHP, d_lse_HN = gradients
-        if d_lse_HN is not None:
-            raise RuntimeError(
-                "a gradient reached the log-sum-exp of 'flash_attention_2', which has none; detach it, or use a "
-                "backend with LSE_GRADIENT in its row of the capability table"
-            )
-        if d_out_NHP is None:
-            return None, None, None, None, None
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        d_out_NHP = gradients[0]
         q_NHP, k_NGP, v_NGP, sinks_H, out_NHP, lse_HN, rng_state = ctx.saved_tensors
         options: _Options = ctx.options
         dq, dk, dv = torch.empty_like(q_NHP), torch.empty_like(k_NGP), torch.empty_like(v_NGP)
@@ -151,6 +141,21 @@ class _Attend(torch.autograd.Function):
         return dq, dk, dv, d_sinks_H, None
 
 
+class _WithoutGradient(torch.autograd.Function):
+    """The log-sum-exp, which would otherwise be taken for a constant."""
+
+    @staticmethod
+    def forward(_ctx: Any, lse_BHS: Tensor, *_sources: Tensor | None) -> Tensor:
+        return lse_BHS.view_as(lse_BHS)
+
+    @staticmethod
+    def backward(ctx: Any, *_gradients: Tensor) -> tuple[None, ...]:  # noqa: ARG004 - its name is autograd's
+        raise RuntimeError(
+            "a gradient reached the log-sum-exp of 'flash_attention_2', which has none; detach it, or use a backend "
+            "with LSE_GRADIENT in its row of the capability table"
+        )
+
+
 @attrs.frozen
 class FlashAttention2:
     """The backend; see FlashAttention2Config."""
@@ -178,7 +183,7 @@ class FlashAttention2:
         Raises:
             ValueError: The mask has a bias.
         """
-        return self.with_lse(
+        return self._attend(
             q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout
         )[0]
 
@@ -199,6 +204,23 @@ class FlashAttention2:
         Raises:
             ValueError: The mask has a bias.
         """
+        out_BSHE, lse_BHS = self._attend(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout
+        )
+        return out_BSHE, _WithoutGradient.apply(lse_BHS, q_BSHD, k_BTGD, v_BTGE, sinks_H)
+
+    def _attend(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None,
+        soft_cap: float | None,
+        dropout: float,
+    ) -> tuple[Tensor, Tensor]:
         if mask.bias is not None:
             raise ValueError("the attention backend 'flash_attention_2' has no bias; use 'torch', 'flex' or 'eager'")
         batch, queries = q_BSHD.shape[:2]
@@ -220,4 +242,5 @@ class FlashAttention2:
         out_NHP, lse_HN = _Attend.apply(q, k, v, sinks_H, options)
         out_BSHP = sequences.unflatten(out_NHP, batch)
         lse_BHS = lse_HN.unflatten(1, (batch, -1)).transpose(0, 1)
-        return out_BSHP[..., :value_dim], sequences.fill_padding_lse(lse_BHS, sinks_H)
+        detached = None if sinks_H is None else sinks_H.detach()
+        return out_BSHP[..., :value_dim], sequences.fill_padding_lse(lse_BHS, detached)

@@ -164,9 +164,10 @@ def block_mask_of(
             bias_shape = torch.broadcast_shapes(bias_shape, mask.bias.shape)
         per_row = mask.documents is not None or bias_shape[0] > 1
         create = _create_block_mask(compiled=compiled)
-        return create(
+        blocks: BlockMask = create(
             function, batch if per_row else None, heads if bias_shape[1] > 1 else None, queries, keys, device=device
         )
+        return blocks
 
     return mask.kept(("blocks", batch, heads, queries, keys, device, compiled), derive)
 
@@ -214,20 +215,21 @@ def _at(bias: Tensor, *index: Tensor) -> Tensor:
     return bias[tuple(i if size > 1 else i * 0 for i, size in zip(last, bias.shape))]
 
 
-# Module-level functions, each compiled once; torch.compile specializes them by mask and shape.
-@functools.cache
 def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415 - takes a second to import
 
     if compiled:
-        return torch.compile(flex_attention, fullgraph=True)
+        return _compiled(flex_attention)
     return flex_attention
 
 
-@functools.cache
-def _create_block_mask(*, compiled: bool) -> Callable[..., "BlockMask"]:
+def _create_block_mask(*, compiled: bool) -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - takes a second to import
 
-    if compiled:
-        return torch.compile(create_block_mask, fullgraph=True)
-    return create_block_mask
+    return _compiled(create_block_mask) if compiled else create_block_mask
+
+
+# Once for all layers; torch.compile specializes them by mask and shape.
+@functools.cache
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    return torch.compile(function, fullgraph=True)
