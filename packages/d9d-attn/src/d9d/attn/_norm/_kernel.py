@@ -34,12 +34,11 @@ def normalize_rows(  # noqa: PLR0917 - a kernel
     TILE: tl.constexpr,
     STEPS: tl.constexpr,
     BLOCK: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A program STEPS tiles of rows, one after the other."""
     columns = tl.arange(0, BLOCK)
     weight = _weight(weight_ptr, columns, D, ZERO_CENTERED)
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    for step in range(STEPS):
         row = (tl.program_id(0).to(tl.int64) * STEPS + step) * TILE + tl.arange(0, TILE)
         mask = (row < n_rows)[:, None] & (columns < D)[None, :]
         out = row[:, None] * D + columns[None, :]

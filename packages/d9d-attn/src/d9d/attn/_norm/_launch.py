@@ -13,25 +13,40 @@ from .._partial_sums import fold, leaf_length
 from ._kernel import differentiate_leaves, normalize_rows
 
 
-@attrs.frozen
-class Geometry:
-    """How work is given to programs; the bits of a weight's gradient do not depend on it."""
+_MAX_LEAVES = 512
+"""Enough for all multiprocessors, and few enough to be cheap: 2 % of the traffic of 32,768 rows."""
 
-    steps: int
+_MAX_BUFFERS = 160 << 10
+"""Bytes of shared memory that loads in flight may take."""
+
+
+@attrs.frozen(kw_only=True)
+class Geometry:
+    """How work is given to programs. The bits of a weight's gradient do not depend on steps, leaves and stages."""
+
+    steps: int = 1
     """Tiles that a program normalizes one after the other."""
-    leaves: int
+    leaves: int = 1
     """Leaves that a program differentiates."""
     forward_warps: int
     """Warps of a program, and below."""
     backward_warps: int
     stages: int
-    """Stages of the pipeline of loads."""
+    """Stages of the pipeline of loads of backward."""
 
     @classmethod
-    def of(cls, columns: int) -> "Geometry":
-        """The fastest that was found on an H200, by tools/bench_attention.py."""
-        warps = min(16, max(4, columns // 512))
-        return cls(steps=1, leaves=1, forward_warps=warps, backward_warps=warps, stages=1)
+    def of(cls, columns: int, bytes_of_row: int) -> "Geometry":
+        """The fastest of some 70 that were tried on an H200, for rows of 2048 and 4096, and what scales from them.
+
+        Args:
+            columns: Of a row.
+            bytes_of_row: That backward loads.
+        """
+        return cls(
+            forward_warps=min(16, max(4, columns // 1024)),
+            backward_warps=4 if columns <= 2048 else 16 if columns <= 8192 else 32,
+            stages=3 if 3 * bytes_of_row <= _MAX_BUFFERS else 1,
+        )
 
 
 def normalize(
@@ -45,7 +60,7 @@ def normalize(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The normed rows, the sum (x itself without residual), and 1 / root mean square of each row, fp32 (N,)."""
     rows, columns = x_ND.shape
-    geometry = geometry or Geometry.of(columns)
+    geometry = geometry or Geometry.of(columns, 0)
     y_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format)
     total_ND = x_ND if residual_ND is None else torch.empty_like(y_ND)
     rstd_N = x_ND.new_empty(rows, dtype=torch.float32)
@@ -69,7 +84,6 @@ def normalize(
             TILE=tile,
             STEPS=geometry.steps,
             BLOCK=block,
-            STAGES=geometry.stages,
             num_warps=geometry.forward_warps,
         )
     return y_ND, total_ND, rstd_N
@@ -89,12 +103,13 @@ def differentiate(
 ) -> tuple[Tensor | None, Tensor | None]:
     """The gradients of x (with that of the sum) and of the weight, those that are asked for."""
     rows, columns = x_ND.shape
-    geometry = geometry or Geometry.of(columns)
+    loaded = [x for x in (dy_ND, dtotal_ND, x_ND) if x is not None]
+    geometry = geometry or Geometry.of(columns, columns * sum(x.element_size() for x in loaded))
     dx_ND = torch.empty_like(x_ND, memory_format=torch.contiguous_format) if inputs else None
     if not x_ND.numel():
         return dx_ND, torch.zeros_like(weight_D) if weights else None
     tile, block = _tile(columns)
-    length = max(tile, leaf_length(rows))
+    length = max(tile, leaf_length(rows, _MAX_LEAVES))
     leaves = -(-rows // length)
     leaves_L1D = x_ND.new_empty((leaves, 1, columns) if weights else 0, dtype=torch.float32)
     kernel: Any = differentiate_leaves[(-(-leaves // geometry.leaves),)]
@@ -123,7 +138,7 @@ def differentiate(
         STAGES=geometry.stages,
         num_warps=geometry.backward_warps,
     )
-    return dx_ND, fold(leaves_L1D, weight_D.dtype)[0] if weights else None
+    return dx_ND, fold(leaves_L1D, weight_D.dtype, _MAX_LEAVES)[0] if weights else None
 
 
 def _tile(columns: int) -> tuple[int, int]:

@@ -9,25 +9,27 @@ import attrs
 import torch
 from torch import Tensor
 
-from .._partial_sums import fold, leaf_length
+from .._partial_sums import SHORTEST_LEAF, fold, leaf_length
 from ._kernel import differentiate_leaves, turn_tokens
 
 _TILE = 4096
 """Elements of a tile at most, by shape alone: it is part of the order of additions."""
+
+_MAX_LEAVES = 1024
 
 
 @attrs.frozen
 class Geometry:
     """How work is given to programs. The bits of weights' gradients do not depend on the first two."""
 
-    tokens: int = 1
-    """That a program turns one after the other."""
+    steps: int = 2
+    """Tiles that a program turns one after the other."""
     leaves: int = 1
     """That a program differentiates."""
     forward_warps: int = 4
     """Warps of a program, and below."""
-    backward_warps: int = 8
-    stages: int = 1
+    backward_warps: int = 4
+    stages: int = 3
     """Stages of the pipeline of loads."""
 
 
@@ -61,7 +63,11 @@ def turn(
     if q.numel() or k.numel():
         cos, sin = _tables(cos_BSR, sin_BSR, q)
         tokens = q.shape[0] * q.shape[1]
-        kernel: Any = turn_tokens[(-(-tokens // geometry.tokens),)]
+        sizes = _sizes(q, k, cos)
+        q_programs, k_programs = (
+            -(-tokens // (geometry.steps * sizes[at_once])) for at_once in ("Q_AT_ONCE", "K_AT_ONCE")
+        )
+        kernel: Any = turn_tokens[(q_programs + k_programs,)]
         kernel(
             q,
             k,
@@ -74,6 +80,7 @@ def turn(
             *q.stride()[:3],
             *k.stride()[:3],
             *cos.stride()[:2],
+            q_programs,
             tokens,
             q.shape[1],
             flavour.eps,
@@ -82,10 +89,10 @@ def turn(
             ZERO_CENTERED=flavour.zero_centered,
             INTERLEAVED=flavour.interleaved,
             BACKWARDS=backwards,
-            TOKENS=geometry.tokens,
+            STEPS=geometry.steps,
             STAGES=geometry.stages,
             num_warps=geometry.forward_warps,
-            **_sizes(q, k, cos),
+            **sizes,
         )
     return q_out, k_out
 
@@ -116,10 +123,11 @@ def differentiate(
         return of_inputs, (torch.zeros_like(weight), torch.zeros_like(weight)) if weights else None
     cos, sin = _tables(cos_BSR, sin_BSR, q)
     tokens = q.shape[0] * q.shape[1]
-    length = leaf_length(tokens)
+    length = leaf_length(tokens, _MAX_LEAVES)
     leaves = -(-tokens // length)
     leaves_L2D = q.new_empty((leaves, 2, head_dim) if weights else 0, dtype=torch.float32)
-    kernel: Any = differentiate_leaves[(-(-leaves // geometry.leaves),)]
+    programs = -(-leaves // geometry.leaves)
+    kernel: Any = differentiate_leaves[(2 * programs,)]
     kernel(
         dq_out,
         dk_out,
@@ -137,9 +145,9 @@ def differentiate(
         *q.stride()[:3],
         *k.stride()[:3],
         *cos.stride()[:2],
+        programs,
         tokens,
         q.shape[1],
-        leaves,
         flavour.eps,
         Q_NORM=q_weight_D is not None,
         K_NORM=k_weight_D is not None,
@@ -155,7 +163,7 @@ def differentiate(
     )
     if not weights:
         return of_inputs, None
-    of_q, of_k = fold(leaves_L2D, weight.dtype)
+    of_q, of_k = fold(leaves_L2D, weight.dtype, _MAX_LEAVES)
     return of_inputs, (of_q, of_k)
 
 
@@ -174,14 +182,17 @@ def _tables(cos: Tensor, sin: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
 def _sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, int]:
     """The sizes that kernels are compiled for."""
     head_dim, rotary_dim = q.shape[3], cos.shape[2]
-    most = max(1, _TILE // _power_of_2(head_dim))
+    rows = max(1, _TILE // _power_of_2(head_dim))
+    q_heads, k_heads = (min(rows, _power_of_2(x.shape[2])) for x in (q, k))
     return {
         "HQ": q.shape[2],
         "HK": k.shape[2],
         "D": head_dim,
         "R": rotary_dim,
-        "Q_HEADS": min(most, _power_of_2(q.shape[2])),
-        "K_HEADS": min(most, _power_of_2(k.shape[2])),
+        "Q_HEADS": q_heads,
+        "K_HEADS": k_heads,
+        "Q_AT_ONCE": min(rows // q_heads, SHORTEST_LEAF),
+        "K_AT_ONCE": min(rows // k_heads, SHORTEST_LEAF),
         "P": _power_of_2(rotary_dim // 2),
         "E": _power_of_2(head_dim - rotary_dim),
     }

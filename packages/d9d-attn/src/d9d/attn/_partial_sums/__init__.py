@@ -5,6 +5,6 @@ program has it, and one more kernel sums the leaves in an order that is fixed: n
 launch geometry.
 """
 
-from ._fold import MAX_LEAVES, fold, leaf_length
+from ._fold import SHORTEST_LEAF, fold, leaf_length
 
-__all__ = ["MAX_LEAVES", "fold", "leaf_length"]
+__all__ = ["SHORTEST_LEAF", "fold", "leaf_length"]

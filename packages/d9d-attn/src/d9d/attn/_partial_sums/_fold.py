@@ -8,20 +8,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_LEAVES = 512
-"""Enough for all multiprocessors, and few enough for leaves to be cheap to write: 2 % of the traffic of a norm."""
+SHORTEST_LEAF = 8
+"""Tokens."""
 
-_SHORTEST = 8
 _COLUMNS, _ROWS = 32, 64
 
 
-def leaf_length(tokens: int) -> int:
+def leaf_length(tokens: int, max_leaves: int) -> int:
     """Tokens in each leaf but the last: a power of 2, so that kernels are compiled for few lengths."""
-    return max(_SHORTEST, 1 << (-(-tokens // MAX_LEAVES) - 1).bit_length())
+    return max(SHORTEST_LEAF, 1 << (-(-tokens // max_leaves) - 1).bit_length())
 
 
-def fold(leaves_LMC: Tensor, dtype: torch.dtype) -> list[Tensor]:
-    """Sum at most MAX_LEAVES leaves: M tensors (C,)."""
+def fold(leaves_LMC: Tensor, dtype: torch.dtype, max_leaves: int) -> list[Tensor]:
+    """Sum at most so many leaves, in an order that depends on that number and on no other: M tensors (C,)."""
     from ._kernel import fold_leaves  # noqa: PLC0415 - takes a second
 
     leaves, sums, columns = leaves_LMC.shape
@@ -35,7 +34,7 @@ def fold(leaves_LMC: Tensor, dtype: torch.dtype) -> list[Tensor]:
         leaves,
         C=columns,
         SUMS=sums,
-        MAX_LEAVES=MAX_LEAVES,
+        MAX_LEAVES=max_leaves,
         ROWS=_ROWS,
         COLUMNS=_COLUMNS,
         num_warps=4,
