@@ -3,9 +3,19 @@
 Shapes: B batch, S positions, H query heads, G key heads, D head dim, R rotary dim.
 """
 
+import functools
+
+import attrs
+import torch
 from torch import Tensor
 
+from .._kernel_choice import fits, splits
+from .._weight_branch import Gradients, branched
+from ._operators import norm_and_rotate_backward_operator, norm_and_rotate_operator
 from ._reference import norm_and_rotate_one
+
+MAX_HEAD_DIM = 4096
+"""A kernel holds whole heads; larger ones go the plain way."""
 
 
 def norm_and_rotate(
@@ -42,11 +52,47 @@ def norm_and_rotate(
     _check(q_BSHD, k_BSGD, cos_BSR, sin_BSR)
     _check_weights(q_BSHD.shape[-1], q_weight, k_weight)
     cos, sin = cos_BSR.detach(), sin_BSR.detach()
-    of_all = {"eps": eps, "zero_centered": zero_centered, "interleaved": interleaved}
-    return (
-        norm_and_rotate_one(q_BSHD, cos, sin, q_weight, **of_all),
-        norm_and_rotate_one(k_BSGD, cos, sin, k_weight, **of_all),
+    weights = (q_weight, k_weight)
+    if not _has_kernel(q_BSHD, k_BSGD, cos, sin, weights):
+        plain = functools.partial(norm_and_rotate_one, eps=eps, zero_centered=zero_centered, interleaved=interleaved)
+        return plain(q_BSHD, cos, sin, q_weight), plain(k_BSGD, cos, sin, k_weight)
+    if not splits((q_BSHD, k_BSGD), weights):
+        return norm_and_rotate_operator(q_BSHD, k_BSGD, cos, sin, *weights, eps, zero_centered, interleaved)
+    with torch.no_grad():
+        made = norm_and_rotate_operator(q_BSHD, k_BSGD, cos, sin, *weights, eps, zero_centered, interleaved)
+    present = [x for x in weights if x is not None]
+    q, k = branched(
+        made,
+        inputs=[q_BSHD, k_BSGD],
+        weights=present,
+        saved=[q_BSHD, k_BSGD, cos, sin, *present],
+        backward=_Backward(q_weight is not None, k_weight is not None, eps, zero_centered, interleaved),
+        read_by_weights=2,
     )
+    return q, k
+
+
+@attrs.frozen
+class _Backward:
+    """See `Backward`."""
+
+    has_q_weight: bool
+    has_k_weight: bool
+    eps: float
+    zero_centered: bool
+    interleaved: bool
+
+    def __call__(
+        self, upstream: Gradients, saved: tuple[Tensor, ...], *, inputs: bool, weights: bool
+    ) -> tuple[Gradients, Gradients]:
+        q, k, cos, sin, *present = saved
+        q_weight = present[0] if self.has_q_weight else None
+        k_weight = present[-1] if self.has_k_weight else None
+        dq_out, dk_out = (torch.zeros_like(x) if dy is None else dy for x, dy in zip((q, k), upstream))
+        plain = (self.eps, self.zero_centered, self.interleaved, inputs, weights)
+        made = norm_and_rotate_backward_operator(dq_out, dk_out, q, k, cos, sin, q_weight, k_weight, *plain)
+        has_weight = (self.has_q_weight, self.has_k_weight)
+        return made[:2], tuple(gradient for gradient, has in zip(made[2:], has_weight) if has)
 
 
 def apply_rotary(
@@ -54,6 +100,11 @@ def apply_rotary(
 ) -> tuple[Tensor, Tensor]:
     """Turn the first R dims of every head of q and k, pair by pair; see `norm_and_rotate`, without norms."""
     return norm_and_rotate(q_BSHD, k_BSGD, cos_BSR, sin_BSR, interleaved=interleaved)
+
+
+def _has_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, weights: tuple[Tensor | None, Tensor | None]) -> bool:
+    dtypes = {x.dtype for x in weights if x is not None}
+    return fits(q, k, cos, sin, *weights) and q.dtype == k.dtype and len(dtypes) <= 1 and q.shape[-1] <= MAX_HEAD_DIM
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
