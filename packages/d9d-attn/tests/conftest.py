@@ -242,6 +242,46 @@ def flash_4_dense(
     return out.unflatten(0, (batch, queries)), lse
 
 
+def torch_varlen(
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    *,
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+    enable_gqa=False,
+):
+    assert enable_gqa or query.shape[1] == key.shape[1]
+    assert query.shape[-1] == value.shape[-1]
+    out, _ = flash_4_varlen(
+        query,
+        key,
+        value,
+        cu_seqlens_q=cu_seq_q,
+        cu_seqlens_k=cu_seq_k,
+        max_seqlen_q=max_q,
+        max_seqlen_k=max_k,
+        softmax_scale=scale,
+        window_size=window_size,
+    )
+    return out
+
+
+@pytest.fixture(scope="module")
+def varlen_on_cpu():
+    """torch's varlen_attn, whose operators are for CUDA."""
+    import torch.nn.attention.varlen as varlen  # noqa: PLC0415 - takes its time, and one test needs it
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(varlen, "varlen_attn", torch_varlen)
+        yield
+
+
 @pytest.fixture(scope="module")
 def flash_packages():
     """flash-attn and flash-attn-4, as far as we call them."""

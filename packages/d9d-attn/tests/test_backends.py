@@ -17,6 +17,7 @@ from d9d.attn import (
     FlashAttention4Config,
     FlexAttentionConfig,
     TorchAttentionConfig,
+    _sdpa,
     attention_backends,
 )
 
@@ -142,7 +143,7 @@ def check_by_definition(config, problem, sinks, soft_cap):
     if not can(config, *features):
         with pytest.raises(ValueError, match=f"{config.kind!r} has no"):
             backend(*inputs[:3], mask, sinks_H=sinks, soft_cap=soft_cap, scale=0.3)
-        mask = attrs_without_bias(mask) if not can(config, *mask.features) else mask
+        mask = without_bias(mask) if not can(config, *mask.features) else mask
         sinks = sinks if can(config, Feature.SINKS) else None
         soft_cap = soft_cap if can(config, Feature.SOFT_CAP) else None
         inputs = inputs if sinks is not None else inputs[:3]
@@ -160,7 +161,7 @@ def check_by_definition(config, problem, sinks, soft_cap):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-def attrs_without_bias(mask):
+def without_bias(mask):
     return AttentionMask(causal=mask.causal, window=mask.window, documents=mask.documents)
 
 
@@ -173,6 +174,16 @@ of_problems = given(problem=problems(), has_sinks=st.booleans(), soft_cap=st.sam
 def test_backends_follow_the_definition_in_values_and_gradients(kind, flash_packages, problem, has_sinks, soft_cap):
     *problem, sinks, upstream = problem
     check_by_definition(CONFIGS[kind], (*problem, upstream), sinks if has_sinks else None, soft_cap)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_windows_and_documents_by_varlen_attn_follow_the_definition(varlen_on_cpu, problem):
+    *inputs, mask, _, upstream = problem
+    mask = without_bias(mask)
+    found = values_and_gradients(lambda q, k, v: _sdpa._varlen(q, k, v, mask, scale=0.3), inputs, upstream)
+    expected = values_and_gradients(lambda q, k, v: oracle(q, k, v, mask, 0.3)[0], inputs, upstream)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 # Flex attention traces its functions in each call.

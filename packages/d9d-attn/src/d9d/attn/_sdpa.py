@@ -4,6 +4,7 @@ Shapes as in AttentionBackend.
 """
 
 import contextlib
+import inspect
 from typing import Any, ClassVar
 
 import attrs
@@ -21,6 +22,7 @@ from ._backend import (
     Capabilities,
     attention_backends,
 )
+from ._constant import constant
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._installed import is_installed
@@ -172,8 +174,7 @@ def _varlen(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, mask: AttentionMask,
     head_dim = next_multiple(max(q_BSHD.shape[-1], value_dim), 8)
     q, k, v = (sequences.flatten(pad_head_dim(x, head_dim)) for x in (q_BSHD, k_BTGD, v_BTGE))
     before, after = window_bounds(mask)
-    # torch 2.11 shares heads without being asked to and does not know the argument.
-    grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in (varlen_attn.__kwdefaults__ or {}) else {}
+    grouped: dict[str, Any] = {"enable_gqa": True} if _varlen_asks_for_groups() else {}
     out = varlen_attn(
         q,
         k,
@@ -188,6 +189,14 @@ def _varlen(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, mask: AttentionMask,
     )
     assert isinstance(out, Tensor)
     return sequences.unflatten(out, batch)[..., :value_dim]
+
+
+@constant
+def _varlen_asks_for_groups() -> bool:
+    """Whether varlen_attn shares heads when told to only; that of torch 2.11 does so untold, and is not to be told."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - see above
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _one_key_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

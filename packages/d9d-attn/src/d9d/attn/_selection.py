@@ -1,25 +1,15 @@
 """The backend of a layer, chosen by what it meets and remembered, under torch.compile too."""
 
-from collections.abc import Callable
-from typing import TypeVar
-
 import attrs
 import torch
 from torch import Tensor
 
 from ._backend import AttentionBackend, AttentionBackendConfig, AttentionNeed, attention_backends
+from ._constant import constant
 from ._feature import Feature
 from ._mask import AttentionMask
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
-
 _built: list[AttentionBackend] = []
-
-
-def _constant(function: FunctionT) -> FunctionT:
-    """Do as `torch.compiler.assume_constant_result`, without importing the whole compiler."""
-    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010 - to type checkers functions have no such attribute
-    return function
 
 
 @attrs.frozen(eq=False)
@@ -53,7 +43,7 @@ class BackendSelector:
 
     # Choosing is not for torch.compile to follow; what it does not follow may return a number, but no backend. The
     # identity makes it guard which selector this is.
-    @_constant
+    @constant
     def _index(self, identity: int, device_type: str, dtype: torch.dtype, features: tuple[Feature, ...]) -> int:
         assert identity == id(self)
         key = (device_type, dtype, features)
