@@ -42,6 +42,11 @@ def check_heads(q, k, v):
     assert all(x.shape[-1] % 8 == 0 and x.stride(-1) == 1 for x in (q, k, v))
 
 
+def wide(*tensors):
+    """Like the kernels, accumulate in fp32."""
+    return [x.to(torch.promote_types(x.dtype, torch.float32)) for x in tensors]
+
+
 def kept(shape, p, seed):
     generator = torch.Generator().manual_seed(int(seed))
     return (torch.rand(shape, generator=generator) >= p) / (1 - p)
@@ -69,14 +74,16 @@ def flash_2_forward(
 ):
     check_heads(q, k, v)
     assert q.shape[-1] == v.shape[-1]
-    out, lse = torch.full_like(q, torch.nan), q.new_full((q.shape[1], q.shape[0]), torch.nan)
+    out = torch.full_like(q, torch.nan)
+    q, k, v = wide(q, k, v)
+    lse = q.new_full((q.shape[1], q.shape[0]), torch.nan)
     rng_state = torch.randint(2**31, (1,))
     for of_q, of_k in sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         scores = scores_of(q[of_q], k[of_k], softmax_scale, causal, window_size_left, window_size_right, softcap)
         lse[:, of_q] = scores.logsumexp(-1).nan_to_num(neginf=torch.inf)
         weights = (scores - lse[:, of_q, None]).exp() * kept(scores.shape, dropout_p, rng_state).to(q.dtype)
         out[of_q] = torch.einsum("hst,thd->shd", weights, v[of_k].repeat_interleave(q.shape[1] // k.shape[1], dim=1))
-    return out, lse, q.new_empty(0), rng_state
+    return out, lse, out.new_empty(0), rng_state
 
 
 def flash_2_backward(
@@ -107,6 +114,7 @@ def flash_2_backward(
     """By the kernels' formula, from the result and the log-sum-exp they are given."""
     for gradient in (dq, dk, dv):
         gradient.fill_(torch.nan)
+    dout, q, k, v, out = wide(dout, q, k, v, out)
     group = q.shape[1] // k.shape[1]
     for of_q, of_k in sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         keys, values = (x[of_k].repeat_interleave(group, dim=1) for x in (k, v))
@@ -174,7 +182,8 @@ def flash_4_varlen(
     gather_bwd_token_chunk=None,
 ):
     check_heads(q, k, v)
-    total_q, heads = q.shape[:2]
+    (total_q, heads), dtype = q.shape[:2], q.dtype
+    q, k, v = wide(q, k, v)
     written = int(cu_seqlens_q[-1])
     q, k, v = (
         GarbageGradient.apply(x, int(cu[-1])) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
@@ -195,7 +204,7 @@ def flash_4_varlen(
         lses.append(torch.where(blind, of_blind, finite.logsumexp(-1)))
     outs.append(v.new_full((total_q - written, heads, v.shape[-1]), torch.nan))
     lses.append(v.new_full((heads, total_q - written), torch.nan))
-    return torch.cat(outs), torch.cat(lses, 1) if return_lse else None
+    return torch.cat(outs).to(dtype), torch.cat(lses, 1) if return_lse else None
 
 
 def flash_4_dense(

@@ -204,7 +204,7 @@ def _score_function(mask: AttentionMask, soft_cap: float | None) -> ScoreFunctio
     def modified(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
-        return score if bias is None else score + _at(bias, b, h, s, t)
+        return score if bias is None else score + _at(bias, b, h, s, t).to(score.dtype)
 
     return modified
 
