@@ -113,13 +113,12 @@ def _turn(  # noqa: PLR0917 - as all of these
     HEADS: tl.constexpr,
     P: tl.constexpr,
     E: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     scale_1, scale_2, scale_3 = _load_weight(weight_ptr, NORM, D, R, P, E, INTERLEAVED, ZERO_CENTERED)
     row = tl.arange(0, AT_ONCE * HEADS)[:, None]
     one_or_all = tl.arange(0, 1 if AT_ONCE == 1 else AT_ONCE * HEADS)[:, None]
     rest = R + tl.arange(0, E)[None, :]
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    for step in range(STEPS):
         token = start + step * AT_ONCE
         cos, sin = _load_angles(
             cos_ptr,
@@ -195,7 +194,6 @@ def turn_tokens(  # noqa: PLR0917
     K_HEADS: tl.constexpr,
     P: tl.constexpr,
     E: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A program STEPS tiles of tokens, of q or, after q_programs, of k."""
     program = tl.program_id(0)
@@ -227,7 +225,6 @@ def turn_tokens(  # noqa: PLR0917
             Q_HEADS,
             P,
             E,
-            STAGES,
         )
     else:
         _turn(
@@ -257,7 +254,6 @@ def turn_tokens(  # noqa: PLR0917
             K_HEADS,
             P,
             E,
-            STAGES,
         )
 
 

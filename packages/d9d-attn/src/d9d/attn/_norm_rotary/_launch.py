@@ -12,7 +12,7 @@ from torch import Tensor
 from .._partial_sums import SHORTEST_LEAF, fold, leaf_length
 from ._kernel import differentiate_leaves, turn_tokens
 
-_TILE = 4096
+_FORWARD_TILE, _BACKWARD_TILE = 2048, 4096
 """Elements of a tile at most, by shape alone: it is part of the order of additions."""
 
 _MAX_LEAVES = 1024
@@ -22,15 +22,15 @@ _MAX_LEAVES = 1024
 class Geometry:
     """How work is given to programs. The bits of weights' gradients do not depend on the first two."""
 
-    steps: int = 2
+    steps: int = 1
     """Tiles that a program turns one after the other."""
     leaves: int = 1
     """That a program differentiates."""
-    forward_warps: int = 4
+    forward_warps: int = 2
     """Warps of a program, and below."""
     backward_warps: int = 4
     stages: int = 3
-    """Stages of the pipeline of loads."""
+    """Stages of the pipeline of loads of backward."""
 
 
 @attrs.frozen(kw_only=True)
@@ -63,7 +63,7 @@ def turn(
     if q.numel() or k.numel():
         cos, sin = _tables(cos_BSR, sin_BSR, q)
         tokens = q.shape[0] * q.shape[1]
-        sizes = _sizes(q, k, cos)
+        sizes = _sizes(q, k, cos, _FORWARD_TILE)
         q_programs, k_programs = (
             -(-tokens // (geometry.steps * sizes[at_once])) for at_once in ("Q_AT_ONCE", "K_AT_ONCE")
         )
@@ -90,7 +90,6 @@ def turn(
             INTERLEAVED=flavour.interleaved,
             BACKWARDS=backwards,
             STEPS=geometry.steps,
-            STAGES=geometry.stages,
             num_warps=geometry.forward_warps,
             **sizes,
         )
@@ -159,7 +158,7 @@ def differentiate(
         LEAVES=geometry.leaves,
         STAGES=geometry.stages,
         num_warps=geometry.backward_warps,
-        **_sizes(q, k, cos),
+        **_sizes(q, k, cos, _BACKWARD_TILE),
     )
     if not weights:
         return of_inputs, None
@@ -179,10 +178,10 @@ def _tables(cos: Tensor, sin: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def _sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, int]:
+def _sizes(q: Tensor, k: Tensor, cos: Tensor, tile: int) -> dict[str, int]:
     """The sizes that kernels are compiled for."""
     head_dim, rotary_dim = q.shape[3], cos.shape[2]
-    rows = max(1, _TILE // _power_of_2(head_dim))
+    rows = max(1, tile // _power_of_2(head_dim))
     q_heads, k_heads = (min(rows, _power_of_2(x.shape[2])) for x in (q, k))
     return {
         "HQ": q.shape[2],
