@@ -2,11 +2,12 @@
 
     python tools/bench_attention.py
 
-Kernels are compared with a copy of as many bytes and with torch, a block with its four matrix products and the best kernel
-of scaled_dot_product_attention, each measured alone. The GPU has work before each measurement, so that it does not wait for
-the CPU to launch; times are medians.
+Kernels are compared with a copy of as many bytes and with torch, a block with its four matrix products and the best
+kernel of scaled_dot_product_attention, each measured alone. The GPU has work before each measurement, so that it does
+not wait for the CPU to launch; times are medians.
 """
 
+import functools
 import statistics
 from collections.abc import Callable, Sequence
 
@@ -46,7 +47,7 @@ class Bench:
 
     def milliseconds(self, run: Run, calls: int = 5) -> float:
         """The median time of one call."""
-        times = []
+        times: list[float] = []
         for _ in range(WARMUP + TIMED):
             for _ in range(4):
                 torch.mm(self._operand, self._operand)
@@ -116,14 +117,15 @@ def rotation(bench: Bench, copy: float) -> None:
         torch.arange(length, device="cuda").expand(batch, length)
     )
     size, table = q.nbytes + k.nbytes, cos.nbytes  # of each table one half is read
-    normed = {"q_weight": weights[0], "k_weight": weights[1]}
-    for name, kept in (("", normed), (" (rotary alone)", {})):
-        operands = [q, k, *kept.values()]
-        with torch.no_grad():
-            forward = bench.milliseconds(lambda kept=kept: norm_and_rotate(q, k, cos, sin, **kept))
-        report("forward" + name, forward, 2 * size + table, copy)
-        backward = bench.backward(norm_and_rotate(q, k, cos, sin, **kept), operands)
-        report("backward" + name, backward, (3 if kept else 2) * size + table, copy)
+
+    def turn(q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[Tensor, Tensor]:
+        return norm_and_rotate(q, k, cos, sin, q_weight=q_weight, k_weight=k_weight)
+
+    with torch.no_grad():
+        report("forward", bench.milliseconds(lambda: turn(*weights)), 2 * size + table, copy)
+        report("forward, rotary alone", bench.milliseconds(lambda: turn(None, None)), 2 * size + table, copy)
+    report("backward", bench.backward(turn(*weights), [q, k, *weights]), 3 * size + table, copy)
+    report("backward, rotary alone", bench.backward(turn(None, None), [q, k]), 2 * size + table, copy)
 
 
 def both_ways(bench: Bench, forward: Callable[[], Tensor], operands: Sequence[Tensor]) -> float:
@@ -157,7 +159,7 @@ def block(bench: Bench, batch: int, length: int) -> None:
     products = 0.0
     for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj):
         y = randn(batch, length, linear.in_features, grad=True)
-        products += both_ways(bench, lambda linear=linear, y=y: linear(y), [y, linear.weight])
+        products += both_ways(bench, functools.partial(linear, y), [y, linear.weight])
     kernel, name = best_kernel(bench, batch, length)
     parameters = list(attention.parameters())
     whole = both_ways(bench, lambda: attention(x, cos=cos, sin=sin, mask=mask), [x, *parameters])

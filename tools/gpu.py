@@ -45,7 +45,7 @@ def test() -> None:
 
 
 def bench() -> None:
-    """Head and loss; norms and attention; the card on one GPU and, under several layouts, on all of them; pipelines; GradientSync's cost."""
+    """Head and loss; attention; the card on one GPU and, under several layouts, on all; pipelines; GradientSync."""
     _python("tools/bench_head.py")
     _python("tools/bench_attention.py")
     _python("tools/bench_gradient_sync.py")

@@ -1,12 +1,17 @@
 """Norm and rotation kernels on CUDA against fp64 on the same inputs: errors at the level of the dtype (case 49)."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
-from norm_rotary_oracles import attended, normed
 
 from d9d.attn import add_rms_norm, apply_rotary, norm_and_rotate, rms_norm
 from d9d.attn._norm import _launch as norm_launch
 from d9d.attn._norm_rotary import _launch as rotary_launch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from norm_rotary_oracles import attended, normed
 
 pytestmark = pytest.mark.gpu
 ERROR = {torch.bfloat16: 2**-8, torch.float16: 2**-11, torch.float32: 2**-19}
@@ -83,12 +88,14 @@ def test_gradients_are_the_same_in_every_run_and_from_every_launch():
     cos, sin, head_weight = torch.rand(2, 2000, 128, device="cuda"), torch.rand(2, 2000, 128, device="cuda"), randn(128)
     flavour = rotary_launch.Flavour(eps=1e-6, zero_centered=False, interleaved=False)
 
+    usual = rotary_launch.Geometry()
+
     def of_norm(geometry=None):
         return norm_launch.differentiate(
             dy, None, x, weight, rstd, zero_centered=False, inputs=False, weights=True, geometry=geometry
         )[1:]
 
-    def of_rotary(geometry=rotary_launch.Geometry()):
+    def of_rotary(geometry=usual):
         return rotary_launch.differentiate(
             *(dq, dk, q, k, cos, sin, head_weight, head_weight, flavour), inputs=True, weights=True, geometry=geometry
         )[1]

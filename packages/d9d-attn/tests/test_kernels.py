@@ -10,10 +10,10 @@ import pytest
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("part", ["operators or graph", "not operators and not graph"])
-def test_kernels_are_right_in_the_interpreter(part):
+@pytest.mark.parametrize("mark", ["not long", pytest.param("long", marks=pytest.mark.long)])
+def test_kernels_are_right_in_the_interpreter(mark):
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     options = ("-q", "-x", "-n", "0", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib")
-    command = (sys.executable, "-m", "pytest", *options, "-k", part, HERE / "kernels_in_interpreter.py")
+    command = (sys.executable, "-m", "pytest", *options, "-m", mark, HERE / "kernels_in_interpreter.py")
     done = subprocess.run(command, env=environment, check=False, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0, done.stdout

@@ -1,6 +1,8 @@
 """Rotary tables against transformers, and rotations against complex numbers."""
 
 import math
+import sys
+from pathlib import Path
 from typing import ClassVar
 
 import attrs
@@ -8,14 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from norm_rotary_oracles import attended, rotate
 from transformers.models.glm import modeling_glm
 from transformers.models.llama import modeling_llama
 from transformers.models.llama.configuration_llama import LlamaConfig
 
 from d9d.attn import (
-    Llama3Scaling,
     LinearScaling,
+    Llama3Scaling,
     NTKScaling,
     RotaryConfig,
     RotaryEmbedding,
@@ -53,6 +54,9 @@ SCALINGS = st.one_of(
         high_frequency_factor=st.sampled_from([4.0, 3.0]),
     ),
 )
+
+sys.path.insert(0, str(Path(__file__).parent))
+from norm_rotary_oracles import attended, rotate  # noqa: E402 - it lies beside this file
 
 
 def parameters_of(config):

@@ -45,7 +45,7 @@ class Flavour:
     """Whether pairs are neighbours."""
 
 
-def turn(
+def turn(  # noqa: PLR0917 - operands in the order of the operator
     q_BSHD: Tensor,
     k_BSHD: Tensor,
     cos_BSR: Tensor,
@@ -55,7 +55,7 @@ def turn(
     flavour: Flavour,
     *,
     backwards: bool = False,
-    geometry: Geometry = Geometry(),  # noqa: B008 - frozen
+    geometry: Geometry = Geometry(),
 ) -> tuple[Tensor, Tensor]:
     """Norm where there is a weight, then rotation, by minus the angles if backwards; contiguous."""
     q, k = _with_contiguous_heads(q_BSHD), _with_contiguous_heads(k_BSHD)
@@ -96,7 +96,7 @@ def turn(
     return q_out, k_out
 
 
-def differentiate(
+def differentiate(  # noqa: PLR0917
     dq_out_BSHD: Tensor,
     dk_out_BSHD: Tensor,
     q_BSHD: Tensor,
@@ -109,7 +109,7 @@ def differentiate(
     *,
     inputs: bool,
     weights: bool,
-    geometry: Geometry = Geometry(),  # noqa: B008
+    geometry: Geometry = Geometry(),
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """The gradients of q and k, and of the weights, those that are asked for; one weight at least."""
     weight = q_weight_D if q_weight_D is not None else k_weight_D
