@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn

@@ -1,10 +1,10 @@
 """Fused operations whose gradients of inputs and of weights can be computed together or apart.
 
 The engine cannot leave out one gradient of a Python function: it runs all of ``backward`` or nothing. So inputs and
-weights have a node each, and one more node, the join, hands the gradients of the outputs to both. Where the pass at hand
-runs both, the inputs' node, which comes first, computes everything in one go and leaves the weights' part for the other:
-a pass over inputs alone computes nothing for weights, a pass over weights alone nothing for inputs, and a whole pass
-reads memory once.
+weights have a node each, and one more node, the join, hands the gradients of the outputs to both. Where the pass at
+hand runs both, the inputs' node, which comes first, computes everything in one go and leaves the weights' part for the
+other: a pass over inputs alone computes nothing for weights, a pass over weights alone nothing for inputs, and a whole
+pass reads memory once.
 """
 
 from collections.abc import Sequence

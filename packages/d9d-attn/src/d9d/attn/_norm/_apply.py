@@ -33,7 +33,8 @@ def rms_norm(x: Tensor, weight: Tensor, *, eps: float = 1e-6, zero_centered: boo
     if not (fits(x, weight) and len(weight) <= MAX_COLUMNS):
         return plain_rms_norm(x, weight, eps=eps, zero_centered=zero_centered)
     if not splits((x,), (weight,)):
-        return rms_norm_operator(x, None, weight, eps, zero_centered)[0]
+        made: Tensor = rms_norm_operator(x, None, weight, eps, zero_centered)[0]
+        return made
     with torch.no_grad():
         y, _, rstd = rms_norm_operator(x, None, weight, eps, zero_centered)
     return branched(
@@ -84,7 +85,7 @@ def add_rms_norm(
 def _check(x: Tensor, weight: Tensor) -> None:
     if weight.ndim != 1 or x.shape[-1:] != weight.shape:
         raise ValueError(
-            f"weight has the shape {tuple(weight.shape)!r} and x {tuple(x.shape)!r}; weight must be as long as rows of x"
+            f"weight has the shape {tuple(weight.shape)!r} and x {tuple(x.shape)!r}; it must be as long as rows of x"
         )
 
 

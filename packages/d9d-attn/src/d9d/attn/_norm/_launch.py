@@ -12,7 +12,6 @@ from torch import Tensor
 from .._partial_sums import fold, leaf_length
 from ._kernel import differentiate_leaves, normalize_rows
 
-
 _MAX_LEAVES = 512
 """Enough for all multiprocessors, and few enough to be cheap: 2 % of the traffic of 32,768 rows."""
 

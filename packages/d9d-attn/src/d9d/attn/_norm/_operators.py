@@ -12,7 +12,7 @@ from .._kernel_choice import only, rows_of
 
 
 @torch.library.custom_op("d9d::rms_norm", mutates_args=())
-def rms_norm_operator(  # noqa: PLR0917 - operators take no keywords from autograd
+def rms_norm_operator(
     x: Tensor,
     residual: Tensor | None,
     weight_D: Tensor,
@@ -46,7 +46,7 @@ def _(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tens
 
 
 @torch.library.custom_op("d9d::rms_norm_backward", mutates_args=())
-def rms_norm_backward_operator(  # noqa: PLR0917
+def rms_norm_backward_operator(  # noqa: PLR0917 - operators take no keywords from autograd
     dy: Tensor | None,
     dtotal: Tensor | None,
     x: Tensor,

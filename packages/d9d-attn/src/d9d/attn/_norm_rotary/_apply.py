@@ -56,10 +56,12 @@ def norm_and_rotate(
     if not _has_kernel(q_BSHD, k_BSGD, cos, sin, weights):
         plain = functools.partial(norm_and_rotate_one, eps=eps, zero_centered=zero_centered, interleaved=interleaved)
         return plain(q_BSHD, cos, sin, q_weight), plain(k_BSGD, cos, sin, k_weight)
+    operands = (q_BSHD, k_BSGD, cos, sin, *weights, eps, zero_centered, interleaved)
     if not splits((q_BSHD, k_BSGD), weights):
-        return norm_and_rotate_operator(q_BSHD, k_BSGD, cos, sin, *weights, eps, zero_centered, interleaved)
+        q, k = norm_and_rotate_operator(*operands)
+        return q, k
     with torch.no_grad():
-        made = norm_and_rotate_operator(q_BSHD, k_BSGD, cos, sin, *weights, eps, zero_centered, interleaved)
+        made = norm_and_rotate_operator(*operands)
     present = [x for x in weights if x is not None]
     q, k = branched(
         made,

@@ -1,8 +1,8 @@
 """Triton kernels of norm and rotation.
 
-Shapes: T tokens (batch × positions), H heads of q or k, D head dim, R rotary dim, P pairs (R / 2), E dims beyond R, both
-up to a power of 2, L leaves. A tile has AT_ONCE tokens × HEADS heads; its dims come in three parts: the first and the second
-of each pair, and the rest.
+Shapes: T tokens (batch × positions), H heads of q or k, D head dim, R rotary dim, P pairs (R / 2) and E dims beyond R,
+both up to a power of 2, L leaves. A tile has AT_ONCE tokens × HEADS heads; its dims come in three parts: the first and
+the second of each pair, and the rest.
 """
 
 import triton
@@ -25,7 +25,15 @@ def _load_pairs(rows, inside, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.
 
 
 @triton.jit
-def _store_pairs(rows, first, second, inside, R: tl.constexpr, P: tl.constexpr, INTERLEAVED: tl.constexpr):
+def _store_pairs(  # noqa: PLR0917 - as all kernels
+    rows,
+    first,
+    second,
+    inside,
+    R: tl.constexpr,
+    P: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
     dtype = rows.dtype.element_ty
     if INTERLEAVED:
         dims = tl.arange(0, 2 * P)[None, :]
@@ -39,7 +47,7 @@ def _store_pairs(rows, first, second, inside, R: tl.constexpr, P: tl.constexpr, 
 
 
 @triton.jit
-def _load_weight(
+def _load_weight(  # noqa: PLR0917
     weight_ptr,
     NORM: tl.constexpr,
     D: tl.constexpr,
@@ -65,7 +73,7 @@ def _load_weight(
 
 
 @triton.jit
-def _load_angles(
+def _load_angles(  # noqa: PLR0917
     cos_ptr, sin_ptr, tokens, n_tokens, n_positions, batch_stride, position_stride, R: tl.constexpr, P: tl.constexpr
 ):
     """Cosines and sines of (rows, 1) tokens, (rows, P)."""
@@ -79,14 +87,16 @@ def _load_angles(
 
 
 @triton.jit
-def _rows(x_ptr, tokens, heads, n_positions, batch_stride, position_stride, head_stride):
+def _rows(  # noqa: PLR0917
+    x_ptr, tokens, heads, n_positions, batch_stride, position_stride, head_stride
+):
     """Pointers to heads of tokens, (rows, 1)."""
     batch = (tokens // n_positions).to(tl.int64)
     return x_ptr + batch * batch_stride + (tokens % n_positions).to(tl.int64) * position_stride + heads * head_stride
 
 
 @triton.jit
-def _turn(  # noqa: PLR0917 - as all of these
+def _turn(  # noqa: PLR0917
     x_ptr,  # (B, S, H, D), strided
     y_ptr,  # (T, H, D), contiguous
     weight_ptr,  # (D); not read unless NORM
@@ -113,13 +123,12 @@ def _turn(  # noqa: PLR0917 - as all of these
     HEADS: tl.constexpr,
     P: tl.constexpr,
     E: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     scale_1, scale_2, scale_3 = _load_weight(weight_ptr, NORM, D, R, P, E, INTERLEAVED, ZERO_CENTERED)
     row = tl.arange(0, AT_ONCE * HEADS)[:, None]
     one_or_all = tl.arange(0, 1 if AT_ONCE == 1 else AT_ONCE * HEADS)[:, None]
     rest = R + tl.arange(0, E)[None, :]
-    for step in tl.range(0, STEPS, num_stages=STAGES):
+    for step in range(STEPS):
         token = start + step * AT_ONCE
         cos, sin = _load_angles(
             cos_ptr,
@@ -195,7 +204,6 @@ def turn_tokens(  # noqa: PLR0917
     K_HEADS: tl.constexpr,
     P: tl.constexpr,
     E: tl.constexpr,
-    STAGES: tl.constexpr,
 ):
     """A program STEPS tiles of tokens, of q or, after q_programs, of k."""
     program = tl.program_id(0)
@@ -227,7 +235,6 @@ def turn_tokens(  # noqa: PLR0917
             Q_HEADS,
             P,
             E,
-            STAGES,
         )
     else:
         _turn(
@@ -257,12 +264,11 @@ def turn_tokens(  # noqa: PLR0917
             K_HEADS,
             P,
             E,
-            STAGES,
         )
 
 
 @triton.jit
-def _differentiate(  # noqa: PLR0917
+def _differentiate(  # noqa: C901, PLR0912, PLR0915, PLR0917 - one pass over memory, of constants
     dy_ptr,  # (B, S, H, D), strided
     x_ptr,  # (B, S, H, D), strided; not read unless NORM
     weight_ptr,  # (D); not read unless NORM

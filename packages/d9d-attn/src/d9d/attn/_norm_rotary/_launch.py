@@ -12,7 +12,7 @@ from torch import Tensor
 from .._partial_sums import SHORTEST_LEAF, fold, leaf_length
 from ._kernel import differentiate_leaves, turn_tokens
 
-_TILE = 4096
+_FORWARD_TILE, _BACKWARD_TILE = 2048, 4096
 """Elements of a tile at most, by shape alone: it is part of the order of additions."""
 
 _MAX_LEAVES = 1024
@@ -22,15 +22,15 @@ _MAX_LEAVES = 1024
 class Geometry:
     """How work is given to programs. The bits of weights' gradients do not depend on the first two."""
 
-    steps: int = 2
+    steps: int = 1
     """Tiles that a program turns one after the other."""
     leaves: int = 1
     """That a program differentiates."""
-    forward_warps: int = 4
+    forward_warps: int = 2
     """Warps of a program, and below."""
     backward_warps: int = 4
     stages: int = 3
-    """Stages of the pipeline of loads."""
+    """Stages of the pipeline of loads of backward."""
 
 
 @attrs.frozen(kw_only=True)
@@ -45,7 +45,7 @@ class Flavour:
     """Whether pairs are neighbours."""
 
 
-def turn(
+def turn(  # noqa: PLR0917 - operands in the order of the operator
     q_BSHD: Tensor,
     k_BSHD: Tensor,
     cos_BSR: Tensor,
@@ -55,7 +55,7 @@ def turn(
     flavour: Flavour,
     *,
     backwards: bool = False,
-    geometry: Geometry = Geometry(),  # noqa: B008 - frozen
+    geometry: Geometry = Geometry(),
 ) -> tuple[Tensor, Tensor]:
     """Norm where there is a weight, then rotation, by minus the angles if backwards; contiguous."""
     q, k = _with_contiguous_heads(q_BSHD), _with_contiguous_heads(k_BSHD)
@@ -63,7 +63,7 @@ def turn(
     if q.numel() or k.numel():
         cos, sin = _tables(cos_BSR, sin_BSR, q)
         tokens = q.shape[0] * q.shape[1]
-        sizes = _sizes(q, k, cos)
+        sizes = _sizes(q, k, cos, _FORWARD_TILE)
         q_programs, k_programs = (
             -(-tokens // (geometry.steps * sizes[at_once])) for at_once in ("Q_AT_ONCE", "K_AT_ONCE")
         )
@@ -90,14 +90,13 @@ def turn(
             INTERLEAVED=flavour.interleaved,
             BACKWARDS=backwards,
             STEPS=geometry.steps,
-            STAGES=geometry.stages,
             num_warps=geometry.forward_warps,
             **sizes,
         )
     return q_out, k_out
 
 
-def differentiate(
+def differentiate(  # noqa: PLR0917
     dq_out_BSHD: Tensor,
     dk_out_BSHD: Tensor,
     q_BSHD: Tensor,
@@ -110,7 +109,7 @@ def differentiate(
     *,
     inputs: bool,
     weights: bool,
-    geometry: Geometry = Geometry(),  # noqa: B008
+    geometry: Geometry = Geometry(),
 ) -> tuple[tuple[Tensor, Tensor] | None, tuple[Tensor, Tensor] | None]:
     """The gradients of q and k, and of the weights, those that are asked for; one weight at least."""
     weight = q_weight_D if q_weight_D is not None else k_weight_D
@@ -159,7 +158,7 @@ def differentiate(
         LEAVES=geometry.leaves,
         STAGES=geometry.stages,
         num_warps=geometry.backward_warps,
-        **_sizes(q, k, cos),
+        **_sizes(q, k, cos, _BACKWARD_TILE),
     )
     if not weights:
         return of_inputs, None
@@ -179,10 +178,10 @@ def _tables(cos: Tensor, sin: Tensor, q: Tensor) -> tuple[Tensor, Tensor]:
     return cos, sin
 
 
-def _sizes(q: Tensor, k: Tensor, cos: Tensor) -> dict[str, int]:
+def _sizes(q: Tensor, k: Tensor, cos: Tensor, tile: int) -> dict[str, int]:
     """The sizes that kernels are compiled for."""
     head_dim, rotary_dim = q.shape[3], cos.shape[2]
-    rows = max(1, _TILE // _power_of_2(head_dim))
+    rows = max(1, tile // _power_of_2(head_dim))
     q_heads, k_heads = (min(rows, _power_of_2(x.shape[2])) for x in (q, k))
     return {
         "HQ": q.shape[2],

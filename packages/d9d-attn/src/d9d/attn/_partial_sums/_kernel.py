@@ -8,7 +8,7 @@ import triton.language as tl
 
 
 @triton.jit(do_not_specialize=["n_leaves"])
-def fold_leaves(
+def fold_leaves(  # noqa: PLR0917 - a kernel
     leaves_ptr,  # (L, M, C), fp32
     first_ptr,  # (C)
     second_ptr,  # (C); not written unless M is 2
