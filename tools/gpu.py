@@ -45,8 +45,9 @@ def test() -> None:
 
 
 def bench() -> None:
-    """Head and loss; the card on one GPU and, under several layouts, on all of them; pipelines; GradientSync's cost."""
+    """Head and loss; attention; the card on one GPU and, under several layouts, on all; pipelines; GradientSync."""
     _python("tools/bench_head.py")
+    _python("tools/bench_attention.py")
     _python("tools/bench_gradient_sync.py")
     card = ("--trainer.microbatch", str(SAMPLES), "--trainer.global_batch")
     _python("tools/bench_layouts.py", *card, str(SAMPLES))

@@ -4,13 +4,48 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from d9d.attn import AttentionMask, Documents, EagerAttentionConfig, TorchAttentionConfig
+from d9d.attn import (
+    AttentionBackendWithLSE,
+    AttentionMask,
+    Documents,
+    EagerAttentionConfig,
+    Feature,
+    FlashAttention2Config,
+    FlashAttention4Config,
+    FlexAttentionConfig,
+    TorchAttentionConfig,
+    _sdpa,
+    attention_backends,
+)
 
 torch.set_num_threads(1)
-EAGER, TORCH = EagerAttentionConfig().build(), TorchAttentionConfig().build()
+CONFIGS = {
+    "eager": EagerAttentionConfig(),
+    "torch": TorchAttentionConfig(),
+    "flex": FlexAttentionConfig(compiled=False),
+    "flash_attention_2": FlashAttention2Config(),
+    "flash_attention_4": FlashAttention4Config(),
+}
+EAGER, TORCH = CONFIGS["eager"].build(), CONFIGS["torch"].build()
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    """Each backend in turn, run on CPU by stand-ins where its kernels are not here."""
+    request.getfixturevalue("flash_packages")
+    request.getfixturevalue("flex_on_cpu")
+    return CONFIGS[request.param]
+
+
+def can(config, *features):
+    return config.capabilities.features.issuperset(features)
+
+
+def test_all_backends_are_tested_here():
+    assert set(CONFIGS) == set(attention_backends.classes)
 
 
 def sees(mask, b, h, s, t, queries, keys):
@@ -32,27 +67,28 @@ def sees(mask, b, h, s, t, queries, keys):
     return True
 
 
-def oracle(q, k, v, mask, scale, sinks=None):
-    """Loop over batch, heads and queries; differentiable."""
+def oracle(q, k, v, mask, scale, sinks=None, soft_cap=None):
+    """Result and log-sum-exp by a loop over batch, heads and queries; differentiable."""
     batch, queries, heads, _ = q.shape
     keys, key_heads = k.shape[1:3]
-    rows = []
+    rows, lses = [], []
     for b in range(batch):
         for s in range(queries):
             for h in range(heads):
                 g = h * key_heads // heads
                 seen = [t for t in range(keys) if sees(mask, b, h, s, t, queries, keys)]
-                if not seen:
-                    rows.append(0 * q[b, s, h].sum() + v.new_zeros(v.shape[-1]))
-                    continue
                 scores = (k[b, seen, g] @ q[b, s, h]) * scale
-                if mask.additive is not None:
+                if soft_cap is not None:
+                    scores = soft_cap * torch.tanh(scores / soft_cap)
+                if mask.additive is not None and seen:
                     bias = mask.bias.expand(mask.bias.shape[0], mask.bias.shape[1], queries, keys)
                     scores = scores + bias[b % bias.shape[0], h % bias.shape[1], s, seen]
                 if sinks is not None:
                     scores = torch.cat([scores, sinks[h, None]])
+                lses.append(scores.logsumexp(0) if len(scores) else q.new_tensor(-torch.inf))
                 rows.append(scores.softmax(0)[: len(seen)] @ v[b, seen, g])
-    return torch.stack(rows).view(batch, queries, heads, -1)
+    lse = torch.stack(lses).view(batch, queries, heads).transpose(1, 2)
+    return torch.stack(rows).view(batch, queries, heads, -1), lse
 
 
 @st.composite
@@ -84,7 +120,7 @@ def problems(draw):
         documents=documents,
         bias=bias,
     )
-    head_dim, value_dim = draw(st.sampled_from([(4, 4), (2, 6), (8, 3)]))
+    head_dim, value_dim = draw(st.sampled_from([(4, 4), (2, 6), (8, 3), (8, 8)]))
     q, k = randn(batch, queries, heads, head_dim), randn(batch, keys, key_heads, head_dim)
     return q, k, randn(batch, keys, key_heads, value_dim), mask, randn(heads), randn(batch, queries, heads, value_dim)
 
@@ -95,41 +131,184 @@ def values_and_gradients(attend, inputs, upstream):
     return out, *torch.autograd.grad(out, inputs, upstream, materialize_grads=True)
 
 
-@settings(max_examples=30, deadline=None)
-@given(problems())
-def test_backends_follow_the_definition_in_values_and_gradients(problem):
-    *qkv, mask, sinks, upstream = problem
-    expected = values_and_gradients(lambda q, k, v: oracle(q, k, v, mask, 0.3), qkv, upstream)
-    for backend in (EAGER, TORCH):
-        found = values_and_gradients(lambda q, k, v, b=backend: b(q, k, v, mask, scale=0.3), qkv, upstream)
+def check_close(found, expected, dtype):
+    if dtype == torch.float64:
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-    expected = values_and_gradients(lambda q, k, v, s: oracle(q, k, v, mask, 0.3, s), [*qkv, sinks], upstream)
-    found = values_and_gradients(lambda q, k, v, s: EAGER(q, k, v, mask, scale=0.3, sinks_H=s), [*qkv, sinks], upstream)
+        return
+    for rounded, exact in zip(found, expected):
+        assert torch.equal(rounded == -torch.inf, exact == -torch.inf)
+        a, b = rounded.double().nan_to_num(nan=torch.inf, neginf=0.0), exact.nan_to_num(neginf=0.0)
+        size = b.norm() + b.numel() ** 0.5  # of what cancels nothing is left but its rounding
+        assert (a - b).norm() < {torch.float32: 1e-5, torch.bfloat16: 3e-2}[dtype] * size
+
+
+def check_by_definition(config, problem, sinks, soft_cap, dtype):
+    *inputs, mask, upstream = problem
+    *inputs, upstream = (x.to(dtype) for x in (*inputs, upstream))
+    features = [*mask.features]
+    if sinks is not None:
+        inputs.append(sinks)
+        features.append(Feature.SINKS)
+    if soft_cap is not None:
+        features.append(Feature.SOFT_CAP)
+    backend = config.build()
+    if not can(config, *features):
+        with pytest.raises(ValueError, match=f"{config.kind!r} has no"):
+            backend(*inputs[:3], mask, sinks_H=sinks, soft_cap=soft_cap, scale=0.3)
+        mask = without_bias(mask) if not can(config, *mask.features) else mask
+        sinks = sinks if can(config, Feature.SINKS) else None
+        soft_cap = soft_cap if can(config, Feature.SOFT_CAP) else None
+        inputs = inputs if sinks is not None else inputs[:3]
+
+    def attend(q, k, v, sinks_H=None):
+        return backend(q, k, v, mask, sinks_H=sinks_H, soft_cap=soft_cap, scale=0.3)
+
+    found = values_and_gradients(attend, inputs, upstream)
+    assert [x.dtype for x in found] == [dtype, *(x.dtype for x in inputs)]
+    exact = [x.double() for x in inputs]
+    expected = values_and_gradients(
+        lambda q, k, v, s=None: oracle(q, k, v, mask, 0.3, s, soft_cap)[0], exact, upstream.double()
+    )
+    check_close(found, expected, dtype)
+    if can(config, Feature.LSE):
+        found = backend.with_lse(*inputs[:3], mask, sinks_H=sinks, soft_cap=soft_cap, scale=0.3)
+        assert found[1].dtype == torch.promote_types(dtype, torch.float32)
+        check_close(found, oracle(*exact[:3], mask, 0.3, sinks, soft_cap), dtype)
+
+
+def without_bias(mask):
+    return AttentionMask(causal=mask.causal, window=mask.window, documents=mask.documents)
+
+
+of_problems = given(
+    problem=problems(),
+    has_sinks=st.booleans(),
+    soft_cap=st.sampled_from([None, 1.5]),
+    dtype=st.sampled_from([torch.float64, torch.float32, torch.bfloat16]),
+)
+
+
+@pytest.mark.parametrize("kind", sorted(set(CONFIGS) - {"flex"}))
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@of_problems
+def test_backends_follow_the_definition_in_values_and_gradients(
+    kind, flash_packages, problem, has_sinks, soft_cap, dtype
+):
+    *problem, sinks, upstream = problem
+    check_by_definition(CONFIGS[kind], (*problem, upstream), sinks if has_sinks else None, soft_cap, dtype)
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_windows_and_documents_by_varlen_attn_follow_the_definition(varlen_on_cpu, problem):
+    *inputs, mask, _, upstream = problem
+    mask = without_bias(mask)
+    found = values_and_gradients(lambda q, k, v: _sdpa._varlen(q, k, v, mask, scale=0.3), inputs, upstream)
+    expected = values_and_gradients(lambda q, k, v: oracle(q, k, v, mask, 0.3)[0], inputs, upstream)
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
-@pytest.mark.parametrize("backend", [EAGER, TORCH])
+# Flex attention traces its functions in each call.
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@of_problems
+def test_flex_follows_the_definition_in_values_and_gradients(flex_on_cpu, problem, has_sinks, soft_cap, dtype):
+    *problem, sinks, upstream = problem
+    check_by_definition(CONFIGS["flex"], (*problem, upstream), sinks if has_sinks else None, soft_cap, dtype)
+
+
+@pytest.mark.long
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@of_problems
+def test_flex_follows_the_definition_in_many_examples(flex_on_cpu, problem, has_sinks, soft_cap, dtype):
+    *problem, sinks, upstream = problem
+    check_by_definition(CONFIGS["flex"], (*problem, upstream), sinks if has_sinks else None, soft_cap, dtype)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_the_log_sum_exp_has_a_gradient_or_says_that_it_has_none(config, has_sinks):
+    backend = config.build()
+    assert isinstance(backend, AttentionBackendWithLSE) == can(config, Feature.LSE)
+    if not can(config, Feature.LSE):
+        return
+    q, k, v = (torch.randn(1, 6, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if has_sinks else None
+    inputs = [q, k, v, sinks] if has_sinks else [q, k, v]
+    mask = AttentionMask(window=3)
+    out, lse = backend.with_lse(q, k, v, mask, scale=0.5, sinks_H=sinks)
+    assert lse.shape == (1, 4, 6)
+    upstream, of_lse = torch.randn_like(out), torch.randn_like(lse)
+    if not can(config, Feature.LSE_GRADIENT):
+        with pytest.raises(RuntimeError, match="a gradient reached the log-sum-exp"):
+            torch.autograd.grad((out, lse), inputs, (upstream, of_lse))
+        return
+    found = torch.autograd.grad((out, lse), inputs, (upstream, of_lse))
+    expected = torch.autograd.grad(oracle(q, k, v, mask, 0.5, sinks), inputs, (upstream, of_lse))
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("additive", [False, True])
-def test_rows_without_any_key_are_zero_and_have_no_nan_gradient(backend, dtype, additive):
+@pytest.mark.parametrize("has_sinks", [False, True])
+def test_rows_without_any_key_are_zero_and_have_no_nan_gradient(config, dtype, additive, has_sinks):
     torch.manual_seed(0)
     keep = torch.tensor([[False, False, True, True], [False, False, False, False]])  # left-padded; all padding
     bias = keep[:, None, None, :]
     if additive:
         bias = torch.zeros(bias.shape, dtype=dtype).masked_fill(~bias, -torch.inf)
+    mask = AttentionMask(bias=bias)
+    if not can(config, *mask.features):  # documents can say the same of the second row, and a window of no keys
+        mask = AttentionMask(documents=Documents(torch.tensor([0, 2, 4], dtype=torch.int32), 2))
+        keep = torch.tensor([[True] * 4, [False] * 4])
+    if has_sinks and not can(config, Feature.SINKS):
+        return
     q = torch.randn(2, 4, 4, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, 4, 2, 8, dtype=dtype, requires_grad=True) for _ in range(2))
-    out = backend(q, k, v, AttentionMask(bias=bias), scale=1.0)
+    sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    out = config.build()(q, k, v, mask, scale=1.0, sinks_H=sinks)
     assert out.dtype == dtype
-    assert (out[0, :2] == 0).all()
-    assert (out[1] == 0).all()
-    assert (out[0, 2:] != 0).any(-1).all()  # one element may be 0 in bf16
-    for gradient in torch.autograd.grad(out.sum(), (q, k, v)):
+    assert (out[~keep] == 0).all()
+    assert (out[keep] != 0).any(-1).all()  # one element may be 0 in bf16
+    inputs = (q, k, v, sinks) if has_sinks else (q, k, v)
+    for gradient in torch.autograd.grad(out.sum(), inputs):
         assert gradient.isfinite().all()
 
 
-@pytest.mark.parametrize("backend", [EAGER, TORCH])
-def test_packed_documents_equal_separate_sequences(backend):
+def test_more_queries_than_keys_leave_the_first_without_any(config):
+    q = torch.randn(2, 5, 4, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, 3, 2, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    out = config.build()(q, k, v, AttentionMask(), scale=1.0)
+    assert (out[:, :2] == 0).all()
+    assert (out[:, 2:] != 0).all()
+    gradients = torch.autograd.grad(out.sum(), (q, k, v))
+    assert all(g.isfinite().all() for g in gradients)
+    assert (gradients[0][:, :2] == 0).all()
+
+
+def test_dropout_drops_weights_and_divides_the_others(config):
+    keys = 24
+    q, k = (torch.randn(1, keys, 1, 8, requires_grad=True) for _ in range(2))
+    v = torch.eye(keys)[None, :, None].requires_grad_()  # the result is the weights
+    backend = config.build()
+    mask = AttentionMask(causal=False)
+    if not can(config, Feature.DROPOUT):
+        with pytest.raises(ValueError, match="no dropout"):
+            backend(q, k, v, mask, scale=1.0, dropout=0.25)
+        return
+    weights = backend(q, k, v, mask, scale=1.0)
+    out = backend(q, k, v, mask, scale=1.0, dropout=0.25)
+    dropped = out == 0
+    assert 0.15 < dropped.float().mean() < 0.35
+    torch.testing.assert_close(out, (weights / 0.75).masked_fill(dropped, 0.0))
+    # The backward pass drops the same ones.
+    upstream = torch.randn_like(out)
+    found = torch.autograd.grad(out, (q, k, v), upstream)
+    scores = torch.einsum("bsgd,btgd->bst", q, k).softmax(-1) * ~dropped[:, :, 0] / 0.75
+    expected = torch.autograd.grad(torch.einsum("bst,btge->bsge", scores, v), (q, k, v), upstream)
+    torch.testing.assert_close(found, expected)
+
+
+def test_packed_documents_equal_separate_sequences(config):
+    backend = config.build()
     lengths = [[3, 5], [1, 7]]
     q, k, v = (torch.randn(2, 8, h, 4, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
     packed = backend(q, k, v, AttentionMask(documents=Documents.from_lengths(lengths)), scale=0.5)
@@ -172,9 +351,8 @@ def test_a_mask_is_worked_out_once_per_shape():
     ]
 
 
-@pytest.mark.parametrize("backend", [EAGER, TORCH])
-def test_a_mask_of_an_evaluation_serves_training(backend):
-    mask = AttentionMask(window=2)
+def test_a_mask_of_an_evaluation_serves_training(config):
+    backend, mask = config.build(), AttentionMask(window=2)
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
     with torch.inference_mode():
         backend(q, q, q, mask, scale=1.0)
@@ -194,5 +372,5 @@ def test_bad_masks_say_what_is_wrong():
     mask = AttentionMask(documents=Documents.from_lengths([[3]]))
     with pytest.raises(ValueError, match="as many queries as keys, found 1 and 3"):
         EAGER(torch.zeros(1, 1, 1, 2), torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2), mask, scale=1.0)
-    with pytest.raises(ValueError, match="'torch' has no sinks; use 'eager'"):
+    with pytest.raises(ValueError, match="'torch' has no sinks and no soft cap; use 'flex' or 'eager'"):
         TORCH(*[torch.zeros(1, 1, 1, 2)] * 3, AttentionMask(), scale=1.0, sinks_H=torch.zeros(1))

@@ -1,5 +1,8 @@
 """Which backend is chosen, and what is refused."""
 
+import contextlib
+import sys
+import types
 from typing import ClassVar
 
 import attrs
@@ -11,13 +14,18 @@ from d9d.attn import (
     AttentionMask,
     AttentionNeed,
     Capabilities,
+    Documents,
     EagerAttentionConfig,
     Feature,
+    FlashAttention2Config,
+    FlashAttention4Config,
     GroupedQueryAttention,
     GroupedQueryAttentionConfig,
     TorchAttentionConfig,
+    _sdpa,
     attention_backends,
 )
+from d9d.attn._installed import is_installed
 
 SHAPE = {"hidden_size": 8, "num_heads": 2, "num_kv_heads": 1, "head_dim": 4}
 
@@ -72,7 +80,7 @@ def test_environment_may_hold_settings(monkeypatch):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("troch", r"unknown attention backend 'troch', known are \['eager', 'torch'\]; did you mean 'torch'\?"),
+        ("troch", r"unknown attention backend 'troch', known are \['eager', .*'torch'\]; did you mean 'torch'\?"),
         ("{", "neither a kind nor JSON"),
         ('{"kernels": []}', "unknown attention backend None"),
         ('{"kind": "torch", "kernel": "math"}', "do not fit the attention backend 'torch'.*'kernel'"),
@@ -86,9 +94,12 @@ def test_bad_environment_is_one_clear_error(monkeypatch, text, message):
 
 
 def test_automatic_choice_falls_back_by_features_and_says_why():
-    choice = choose(features=frozenset({Feature.SINKS}))
+    choice = choose(features=frozenset({Feature.SINKS}), device_type="cpu")
     assert choice.config == EagerAttentionConfig()
     assert "'torch' has no sinks" in choice.reason
+    assert "'flex' runs on ['cuda'] only" in choice.reason
+    assert "install 'd9d-attn[flash-attn-4]'" in choice.reason
+    assert choose(features=frozenset({Feature.SINKS}), device_type="cpu", head_dim=512).config.kind == "eager"
 
 
 def test_a_backend_that_cannot_is_refused_when_the_block_is_built(registered):
@@ -106,6 +117,96 @@ def test_an_absent_package_is_refused_by_name_and_passed_over_in_silence(registe
     assert f"'planned' needs '{package}', which is not installed" in choice.reason
     with pytest.raises(ValueError, match=r"install 'd9d-attn\[absent\]'"):
         choose("planned")
+
+
+@pytest.mark.parametrize(
+    "module", ["absent_package", "absent_package.part", "json.absent", "json.decoder.absent", "sys.x"]
+)
+def test_looking_for_what_is_absent_raises_nothing_and_imports_nothing(module):
+    assert not is_installed(module)
+
+
+def test_looking_for_a_submodule_imports_no_parent(tmp_path, monkeypatch):
+    package = tmp_path / "breaks_on_import"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError")
+    (package / "part.py").write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert is_installed("breaks_on_import.part")
+    assert not is_installed("breaks_on_import.other")
+    assert is_installed("json.decoder")
+    monkeypatch.setitem(sys.modules, "stands_in", types.ModuleType("stands_in"))  # has no spec
+    assert is_installed("stands_in")
+    assert not is_installed("stands_in.part")
+
+
+@pytest.mark.parametrize("config", [FlashAttention2Config(), FlashAttention4Config()])
+def test_building_what_is_not_installed_says_what_to_install(config):
+    if is_installed(config.capabilities.requires):
+        pytest.skip("it is installed")
+    with pytest.raises(ImportError, match=r"install 'd9d-attn\[flash-attn"):
+        config.build()
+
+
+def test_a_flash_implementation_of_torch_is_refused_where_it_is_missing():
+    with pytest.raises(ValueError, match="must be in"):
+        TorchAttentionConfig(flash_implementation="FA5")
+    assert {"FA3", "FA4"} <= set(torch.nn.attention.list_flash_attention_impls())
+    if not is_installed("flash_attn.cute"):
+        with pytest.raises(ValueError, match="needs 'flash_attn.cute' for 'FA4', which is not installed"):
+            choose(TorchAttentionConfig(flash_implementation="FA4"))
+
+
+def test_a_flash_implementation_of_torch_is_activated_and_comes_first(monkeypatch):
+    activated, orders = [], []
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    monkeypatch.setattr(_sdpa, "_kernels", lambda kernels, *_, **__: orders.append(kernels) or contextlib.nullcontext())
+    q = torch.randn(1, 3, 2, 8)
+    TorchAttentionConfig(flash_implementation="FA4").build()(q, q, q, AttentionMask(), scale=1.0)
+    TorchAttentionConfig().build()(q, q, q, AttentionMask(), scale=1.0)
+    assert activated == ["FA4"]
+    assert orders == [("flash", "cudnn", "efficient", "math"), None]
+
+
+def test_large_heads_and_old_devices_are_refused(registered, monkeypatch):
+    registered(make_config(max_head_dim=128, cuda_capability=(9, 0)))
+    assert choose(head_dim=128).config.kind == "planned"
+    with pytest.raises(ValueError, match="takes head dims up to 128 only, not 192"):
+        choose("planned", head_dim=192)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    with pytest.raises(ValueError, match=r"needs compute capability \(9, 0\), found \(8, 6\)"):
+        choose("planned", device_type="cuda")
+    assert choose("planned", device_type="cpu").config.kind == "planned"
+
+
+def test_a_block_says_what_it_needs_of_its_backend():
+    plain = GroupedQueryAttentionConfig(hidden_size=8, num_heads=2, num_kv_heads=2, head_dim=4)
+    assert plain.need() == AttentionNeed(head_dim=4)
+    full = attrs.evolve(plain, num_kv_heads=1, value_head_dim=6, window=3, sinks=True, soft_cap=1.0, dropout=0.1)
+    assert full.need() == AttentionNeed(
+        head_dim=6,
+        features=frozenset(
+            {
+                Feature.GROUPED_QUERY,
+                Feature.VALUE_DIM,
+                Feature.WINDOW,
+                Feature.SINKS,
+                Feature.SOFT_CAP,
+                Feature.DROPOUT,
+            }
+        ),
+    )
+
+
+def test_a_mask_that_the_backend_cannot_do_is_refused_in_the_call_and_counts_in_the_automatic_choice(registered):
+    registered(make_config(features=frozenset(Feature) - {Feature.DOCUMENTS}))
+    x, table = torch.randn(1, 3, 8), torch.ones(1, 3, 4)
+    mask = AttentionMask(documents=Documents.from_lengths([[1, 2]]))
+    asked = GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE, backend="planned"))
+    asked(x, cos=table, sin=table, mask=AttentionMask(window=2))
+    with pytest.raises(ValueError, match="'planned', asked for in the configuration, has no packed documents"):
+        asked(x, cos=table, sin=table, mask=mask)
+    GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE))(x, cos=table, sin=table, mask=mask)
 
 
 def test_device_and_dtype_count_once_known(registered):

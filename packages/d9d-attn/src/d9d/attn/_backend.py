@@ -1,15 +1,15 @@
-"""What an attention backend is, and how one is chosen."""
+"""What an attention backend is, and what can be asked of one."""
 
 import abc
-import enum
-import importlib.util
-import sys
-from typing import ClassVar, Protocol
+from collections.abc import Iterator
+from typing import ClassVar, Protocol, runtime_checkable
 
 import attrs
 import torch
 from torch import Tensor
 
+from ._feature import Feature
+from ._installed import is_installed
 from ._mask import AttentionMask
 from ._registry import BackendConfig, Registry
 
@@ -30,23 +30,39 @@ class AttentionBackend(Protocol):
         *,
         scale: float,
         sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attend with scores ``scale · q·k``; a query that sees no key gets zeros.
 
-        ``sinks_H`` holds per query head the score of one more key whose value is zero.
+        ``soft_cap`` c makes a score x into ``c·tanh(x/c)``, before a bias is added. ``sinks_H`` holds per query head
+        the score of one more key whose value is zero. ``dropout`` is the probability by which a weight is dropped,
+        the others being divided by what is left.
         """
         ...
 
 
-class Feature(enum.StrEnum):
-    """What a backend may or may not be able to do."""
+@runtime_checkable
+class AttentionBackendWithLSE(AttentionBackend, Protocol):
+    """A backend whose row of the capability table says `Feature.LSE`."""
 
-    GROUPED_QUERY = "fewer key heads than query heads"
-    VALUE_DIM = "values of another head dim than keys"
-    WINDOW = "sliding windows"
-    DOCUMENTS = "packed documents"
-    BIAS = "bias"
-    SINKS = "sinks"
+    def with_lse(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, and give the logarithm of the sum of the exponentials of each query's scores.
+
+        It is (B, H, S) in fp32 (fp64 for fp64 inputs) and counts the sink; −inf where there is no key and no sink.
+        """
+        ...
 
 
 @attrs.frozen(kw_only=True)
@@ -62,6 +78,9 @@ class AttentionNeed:
     dtype: torch.dtype | None = None
     """Dtype of q, k and v."""
 
+    head_dim: int | None = None
+    """The larger of the head dims of keys and values."""
+
 
 @attrs.frozen(kw_only=True)
 class Capabilities:
@@ -73,14 +92,23 @@ class Capabilities:
     device_types: frozenset[str] | None = None
     """Where it runs."""
 
+    cuda_capability: tuple[int, int] | None = None
+    """The oldest CUDA device it runs on, as its compute capability."""
+
     dtypes: frozenset[torch.dtype] | None = None
     """Dtypes of q, k and v it takes."""
 
+    max_head_dim: int | None = None
+    """The largest head dim it takes; smaller ones are padded as its kernels need."""
+
     requires: str | None = None
-    """Top-level import name of the package it needs besides torch."""
+    """Import name of the module it needs besides torch."""
 
     install: str | None = None
     """What to install for it."""
+
+
+HALF_PRECISION = frozenset({torch.float16, torch.bfloat16})
 
 
 class AttentionBackendConfig(BackendConfig[AttentionNeed]):
@@ -95,22 +123,24 @@ class AttentionBackendConfig(BackendConfig[AttentionNeed]):
 
     def refusal(self, need: AttentionNeed) -> str | None:
         """Say what of the need the capability table does not cover."""
+        return next(self._refusals(need), None)
+
+    def _refusals(self, need: AttentionNeed) -> Iterator[str]:
         can = self.capabilities
-        if can.requires is not None and not _is_installed(can.requires):
-            return f"needs {can.requires!r}, which is not installed; install {can.install or can.requires!r}"
+        if can.requires is not None and not is_installed(can.requires):
+            yield f"needs {can.requires!r}, which is not installed; install {can.install or can.requires!r}"
         if missing := sorted(need.features - can.features):
-            return f"has no {', '.join(missing)}; choose another backend or leave the choice automatic"
+            yield f"has no {', '.join(missing)}; choose another backend or leave the choice automatic"
         if can.device_types is not None and need.device_type is not None and need.device_type not in can.device_types:
-            return f"runs on {sorted(can.device_types)} only, not on {need.device_type!r}; choose another backend"
+            yield f"runs on {sorted(can.device_types)} only, not on {need.device_type!r}; choose another backend"
         if can.dtypes is not None and need.dtype is not None and need.dtype not in can.dtypes:
-            return f"takes {sorted(map(str, can.dtypes))} only, not {need.dtype!r}; choose another backend"
-        return None
-
-
-def _is_installed(module: str) -> bool:
-    # Looking up a submodule would import its parents, and raise without them; looking up a loaded module may raise too.
-    package = module.partition(".")[0]
-    return sys.modules.get(package) is not None or importlib.util.find_spec(package) is not None
+            yield f"takes {sorted(map(str, can.dtypes))} only, not {need.dtype!r}; choose another backend"
+        if can.max_head_dim is not None and need.head_dim is not None and need.head_dim > can.max_head_dim:
+            yield f"takes head dims up to {can.max_head_dim} only, not {need.head_dim!r}; choose another backend"
+        if can.cuda_capability is not None and need.device_type == "cuda":
+            found = torch.cuda.get_device_capability()
+            if found < can.cuda_capability:
+                yield f"needs compute capability {can.cuda_capability}, found {found}; choose another backend"
 
 
 attention_backends: Registry[AttentionBackendConfig, AttentionNeed] = Registry(

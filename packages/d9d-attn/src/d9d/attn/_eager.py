@@ -7,45 +7,74 @@ from typing import ClassVar
 
 import attrs
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, Feature, attention_backends
+from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
+from ._feature import Feature
 from ._mask import AttentionMask
 
 
-def eager_attention(
-    q_BSHD: Tensor,
-    k_BTGD: Tensor,
-    v_BTGE: Tensor,
-    mask: AttentionMask,
-    *,
-    scale: float,
-    sinks_H: Tensor | None = None,
-) -> Tensor:
-    """Attend in fp32 or wider, holding all scores (B, H, S, T); see AttentionBackend."""
-    batch, queries, heads, head_dim = q_BSHD.shape
-    keys, key_heads = k_BTGD.shape[1:3]
-    dtype = torch.promote_types(q_BSHD.dtype, torch.float32)
-    q, k, v = q_BSHD.to(dtype), k_BTGD.to(dtype), v_BTGE.to(dtype)
-    visibility = mask.visibility(batch=batch, queries=queries, keys=keys, device=q.device)
+@attrs.frozen
+class EagerAttention:
+    """The backend: computes in fp32 or wider, holding all scores (B, H, S, T)."""
 
-    scores_BGRST = torch.einsum("bsgrd,btgd->bgrst", q.reshape(batch, queries, key_heads, -1, head_dim), k) * scale
-    scores_BHST = scores_BGRST.flatten(1, 2)
-    if mask.additive is not None:
-        scores_BHST = scores_BHST + mask.additive.to(dtype)
-    scores_BHST = scores_BHST.masked_fill(~visibility.keys, -torch.inf)
-    # The bias may be −inf all over a blind row, and a softmax over nothing but −inf is NaN, in its gradient too.
-    scores_BHST = scores_BHST.masked_fill(visibility.blind, 0.0)
-    if sinks_H is not None:
-        sink_BHS1 = sinks_H.to(dtype)[:, None, None].expand(batch, heads, queries, 1)
-        weights_BHST = torch.cat([scores_BHST, sink_BHS1], dim=-1).softmax(-1)[..., :-1]
-    else:
-        weights_BHST = scores_BHST.softmax(-1)
-    weights_BHST = weights_BHST.masked_fill(visibility.blind, 0.0)
+    def __call__(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Attend; see AttentionBackend."""
+        return self.with_lse(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout
+        )[0]
 
-    weights_BGRST = weights_BHST.reshape(scores_BGRST.shape)
-    out = torch.einsum("bgrst,btge->bsgre", weights_BGRST, v)
-    return out.flatten(2, 3).to(q_BSHD.dtype)
+    def with_lse(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, and give the log-sum-exp; see AttentionBackend."""
+        batch, queries, heads, head_dim = q_BSHD.shape
+        keys, key_heads = k_BTGD.shape[1:3]
+        dtype = torch.promote_types(q_BSHD.dtype, torch.float32)
+        q, k, v = q_BSHD.to(dtype), k_BTGD.to(dtype), v_BTGE.to(dtype)
+        visibility = mask.visibility(batch=batch, queries=queries, keys=keys, device=q.device)
+
+        scores_BGRST = torch.einsum("bsgrd,btgd->bgrst", q.reshape(batch, queries, key_heads, -1, head_dim), k) * scale
+        scores_BHST = scores_BGRST.flatten(1, 2)
+        if soft_cap is not None:
+            scores_BHST = soft_cap * (scores_BHST / soft_cap).tanh()
+        if mask.additive is not None:
+            scores_BHST = scores_BHST + mask.additive.to(dtype)
+        scores_BHST = scores_BHST.masked_fill(~visibility.keys, -torch.inf)
+        # The bias may be −inf all over a blind row, and a softmax over nothing but −inf is NaN, in its gradient too.
+        scores_BHST = scores_BHST.masked_fill(visibility.blind, 0.0)
+        blind_lse: Tensor | float = -torch.inf
+        if sinks_H is not None:
+            sink_BHS1 = sinks_H.to(dtype)[:, None, None].expand(batch, heads, queries, 1)
+            scores_BHST = torch.cat([scores_BHST, sink_BHS1], dim=-1)
+            blind_lse = sink_BHS1.squeeze(-1)
+        lse_BHS = torch.where(visibility.blind.squeeze(-1), blind_lse, scores_BHST.logsumexp(-1))
+        weights_BHST = scores_BHST.softmax(-1)[..., :keys].masked_fill(visibility.blind, 0.0)
+
+        weights_BGRST = F.dropout(weights_BHST, dropout).reshape(scores_BGRST.shape)
+        out = torch.einsum("bgrst,btge->bsgre", weights_BGRST, v)
+        return out.flatten(2, 3).to(q_BSHD.dtype), lse_BHS
 
 
 @attrs.frozen(kw_only=True)
@@ -54,11 +83,13 @@ class EagerAttentionConfig(AttentionBackendConfig):
 
     kind: ClassVar[str] = "eager"
     priority: ClassVar[int | None] = 0
-    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(Feature))
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(Feature),
+    )
 
     def build(self) -> AttentionBackend:
         """Make the backend."""
-        return eager_attention
+        return EagerAttention()
 
 
 attention_backends.register(EagerAttentionConfig)

@@ -3,11 +3,16 @@
 Shapes: B batch, S queries, T keys, H query heads. The S queries are the last S of the T keys.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import attrs
 import torch
 from torch import Tensor
+
+from ._feature import Feature
+
+DerivedT = TypeVar("DerivedT")
 
 
 @attrs.frozen(eq=False)
@@ -24,6 +29,9 @@ class Documents:
     max_length: int
     """Length of the longest document, on the host."""
 
+    total_length: int | None = None
+    """``cu_seqlens[-1]`` on the host, if known: kernels of variable length then need not expect padding."""
+
     @staticmethod
     def from_lengths(rows: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> "Documents":
         """Make documents from the lengths of those of each row; every row must be equally long.
@@ -37,11 +45,17 @@ class Documents:
         if len({sum(row) for row in rows}) > 1:
             raise ValueError(f"rows must be equally long, found {[sum(row) for row in rows]!r}; pad the last document")
         ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-        return Documents(ends.to(device), max(lengths))
+        return Documents(ends.to(device), max(lengths), sum(lengths))
+
+    def index_positions(self, batch: int, length: int) -> Tensor:
+        """Number of the document that holds each position, (B, S) int64; −1 in padding."""
+        position_BS = torch.arange(batch * length, device=self.cu_seqlens.device, dtype=self.cu_seqlens.dtype)
+        position_BS = position_BS.view(batch, length)
+        index_BS = torch.searchsorted(self.cu_seqlens, position_BS, right=True) - 1
+        return index_BS.masked_fill(position_BS >= self.cu_seqlens[-1], -1)
 
 
-@attrs.frozen
-class Visibility:
+class Visibility(NamedTuple):
     """A mask worked out for one shape."""
 
     keys: Tensor
@@ -52,11 +66,14 @@ class Visibility:
     """bool, broadcastable to (B, H, S, 1): the query sees no key at all, and its output is zero."""
 
 
-@attrs.frozen(kw_only=True, eq=False)
+@attrs.frozen(kw_only=True, eq=False, init=False)
 class AttentionMask:
     """All restrictions on what a query sees, in one value; a key is seen if every part allows it.
 
     Make one value per batch and pass it to all layers: what backends derive from it is kept with it.
+
+    Raises:
+        ValueError: The window is below 1, or the bias neither bool nor floating.
     """
 
     causal: bool = True
@@ -71,13 +88,26 @@ class AttentionMask:
     bias: Tensor | None = None
     """Broadcastable to (B, H, S, T): bool (True may be seen), or a float added to the scaled scores (−inf hides)."""
 
-    _known: dict[tuple[int, int, int, torch.device], Visibility] = attrs.field(factory=dict, init=False, repr=False)
+    _known: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
 
-    def __attrs_post_init__(self) -> None:
-        if self.window is not None and self.window < 1:
-            raise ValueError(f"AttentionMask.window must be at least 1 or None, found {self.window!r}")
-        if self.bias is not None and self.bias.dtype != torch.bool and not self.bias.is_floating_point():
-            raise ValueError(f"AttentionMask.bias must be bool or floating, found {self.bias.dtype!r}; convert it")
+    # Spelled out because torch.compile cannot follow the one that attrs writes for a frozen class.
+    def __init__(
+        self,
+        *,
+        causal: bool = True,
+        window: int | None = None,
+        documents: Documents | None = None,
+        bias: Tensor | None = None,
+    ) -> None:
+        if window is not None and window < 1:
+            raise ValueError(f"AttentionMask.window must be at least 1 or None, found {window!r}")
+        if bias is not None and bias.dtype != torch.bool and not bias.is_floating_point():
+            raise ValueError(f"AttentionMask.bias must be bool or floating, found {bias.dtype!r}; convert it")
+        object.__setattr__(self, "causal", causal)
+        object.__setattr__(self, "window", window)
+        object.__setattr__(self, "documents", documents)
+        object.__setattr__(self, "bias", bias)
+        object.__setattr__(self, "_known", {})
 
     def is_plain(self, queries: int, keys: int) -> bool:
         """Whether the flag ``causal`` says all, in the usual meaning for as many queries as keys."""
@@ -89,18 +119,62 @@ class AttentionMask:
         """The bias if it is one to add to the scores."""
         return self.bias if self.bias is not None and self.bias.is_floating_point() else None
 
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """What it asks of a backend."""
+        found = []
+        if self.window is not None:
+            found.append(Feature.WINDOW)
+        if self.documents is not None:
+            found.append(Feature.DOCUMENTS)
+        if self.bias is not None:
+            found.append(Feature.BOOLEAN_BIAS if self.bias.dtype == torch.bool else Feature.ADDITIVE_BIAS)
+            if self.bias.requires_grad:
+                found.append(Feature.BIAS_GRADIENT)
+        return tuple(found)
+
+    def within(self, window: int | None) -> "AttentionMask":
+        """This mask with a window no wider than the one given; one value, so that layers share what is derived."""
+        if window is None or (self.window is not None and self.window <= window):
+            return self
+        return self.kept(
+            ("within", window),
+            lambda: AttentionMask(causal=self.causal, window=window, documents=self.documents, bias=self.bias),
+        )
+
+    def kept(self, key: Hashable, derive: Callable[[], DerivedT]) -> DerivedT:
+        """What ``derive`` makes of this mask, made once per key and then kept with the mask.
+
+        torch.compile sees the making in each layer, and finds that they are the same.
+        """
+        if torch.compiler.is_compiling():
+            return derive()
+        if key not in self._known:
+            # It is kept: made as an inference tensor, it would be refused by a later training step.
+            with torch.inference_mode(mode=False), torch.no_grad():
+                self._known[key] = derive()
+        derived: DerivedT = self._known[key]
+        return derived
+
     def visibility(self, *, batch: int, queries: int, keys: int, device: torch.device) -> Visibility:
         """Work out who sees whom, once per shape and device.
 
         Raises:
             ValueError: There are documents, but queries and keys are not the same positions.
         """
-        shape = (batch, queries, keys, device)
-        if shape not in self._known:
-            # It is kept: made as an inference tensor, it would be refused by a later training step.
-            with torch.inference_mode(mode=False), torch.no_grad():
-                self._known[shape] = self._compute(*shape)
-        return self._known[shape]
+        self.check_positions(queries, keys)
+        return self.kept(
+            ("visibility", batch, queries, keys, device), lambda: self._compute(batch, queries, keys, device)
+        )
+
+    def check_positions(self, queries: int, keys: int) -> None:
+        """Refuse documents of which only the last positions have queries.
+
+        Raises:
+            ValueError: There are documents, but queries and keys are not the same positions.
+        """
+        if self.documents is not None and queries != keys:
+            raise ValueError(f"documents need as many queries as keys, found {queries!r} and {keys!r}")
 
     def _compute(self, batch: int, queries: int, keys: int, device: torch.device) -> Visibility:
         key_T = torch.arange(keys, device=device)
@@ -111,15 +185,11 @@ class AttentionMask:
         if self.window is not None:
             visible = visible & (distance_ST.abs() < self.window)
         if self.documents is not None:
-            if queries != keys:
-                raise ValueError(f"documents need as many queries as keys, found {queries!r} and {keys!r}")
-            cu_seqlens = self.documents.cu_seqlens
-            position_BS = torch.arange(batch * keys, device=device, dtype=cu_seqlens.dtype).view(batch, keys)
-            document_BS = torch.searchsorted(cu_seqlens, position_BS, right=True)
+            document_BS = self.documents.index_positions(batch, keys)
             same = document_BS[:, :, None] == document_BS[:, None, :]
-            real = position_BS < cu_seqlens[-1]
-            visible = visible & (same & real[:, None, :])[:, None]
+            visible = visible & (same & (document_BS >= 0)[:, None, :])[:, None]
         if self.bias is not None:
-            visible = visible & (self.bias if self.bias.dtype == torch.bool else self.bias != -torch.inf)
+            bias = self.bias.detach()
+            visible = visible & (bias if bias.dtype == torch.bool else bias != -torch.inf)
         blind = ~visible.any(-1, keepdim=True)
         return Visibility(visible | blind, blind)

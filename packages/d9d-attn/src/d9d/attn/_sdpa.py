@@ -1,18 +1,33 @@
-"""Attention by torch's scaled_dot_product_attention.
+"""Attention by torch's own kernels: scaled_dot_product_attention, and varlen_attn for documents and windows.
 
 Shapes as in AttentionBackend.
 """
 
 import contextlib
-from typing import ClassVar
+import inspect
+from typing import Any, ClassVar
 
 import attrs
+import torch
+import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, Feature, attention_backends
+from ._backend import (
+    HALF_PRECISION,
+    AttentionBackend,
+    AttentionBackendConfig,
+    AttentionNeed,
+    Capabilities,
+    attention_backends,
+)
+from ._constant import constant
+from ._feature import Feature
+from ._head_dims import next_multiple, pad_head_dim
+from ._installed import is_installed
 from ._mask import AttentionMask
+from ._varlen import sequences_of, window_bounds
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -20,6 +35,8 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
+FLASH_IMPLEMENTATIONS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"}
+"""What torch can put in the place of its FlashAttention 2, and the module each needs."""
 
 
 def _check_kernels(_: object, attribute: "attrs.Attribute[tuple[str, ...]]", value: tuple[str, ...]) -> None:
@@ -29,15 +46,16 @@ def _check_kernels(_: object, attribute: "attrs.Attribute[tuple[str, ...]]", val
 
 @attrs.frozen(kw_only=True)
 class TorchAttentionConfig(AttentionBackendConfig):
-    """torch's scaled_dot_product_attention.
+    """torch's scaled_dot_product_attention, and its varlen_attn for windows and documents in half precision on CUDA.
 
-    Causal and full attention take its fused kernels. Windows, documents and bias go through a mask of (B, 1, S, T),
-    made once per AttentionMask.
+    Other windows and documents, and any bias, go through a mask of (B, 1, S, T), made once per AttentionMask.
     """
 
     kind: ClassVar[str] = "torch"
-    priority: ClassVar[int | None] = 10
-    capabilities: ClassVar[Capabilities] = Capabilities(features=frozenset(Feature) - {Feature.SINKS})
+    priority: ClassVar[int | None] = 40
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(Feature) - {Feature.SINKS, Feature.SOFT_CAP, Feature.LSE, Feature.LSE_GRADIENT},
+    )
 
     kernels: tuple[str, ...] | None = attrs.field(
         default=None,
@@ -54,8 +72,28 @@ class TorchAttentionConfig(AttentionBackendConfig):
     """CUDA kernels that may run with a mask, in torch's order. FlashAttention takes none; cuDNN's gradient of q can be
     NaN with one (pytorch#196678), and it has no gradient for a bias."""
 
+    varlen: bool = True
+    """Whether windows and documents take varlen_attn where they can."""
+
+    flash_implementation: str | None = attrs.field(
+        default=None, validator=attrs.validators.optional(attrs.validators.in_(FLASH_IMPLEMENTATIONS))
+    )
+    """FA3 or FA4: torch's FlashAttention kernel is replaced by that of another package, for the whole process, when the
+    backend is built, and then comes first unless ``kernels`` says otherwise."""
+
+    def refusal(self, need: AttentionNeed) -> str | None:
+        """Say what of the need the capability table does not cover, or that the implementation is missing."""
+        if (asked := self.flash_implementation) is not None:
+            if asked not in (offered := torch.nn.attention.list_flash_attention_impls()):
+                return f"cannot take {asked!r}: torch {torch.__version__} offers {offered}; leave flash_implementation"
+            if not is_installed(module := FLASH_IMPLEMENTATIONS[asked]):
+                return f"needs {module!r} for {asked!r}, which is not installed; install it or leave it out"
+        return super().refusal(need)
+
     def build(self) -> AttentionBackend:
-        """Make the backend."""
+        """Make the backend; activates ``flash_implementation``."""
+        if self.flash_implementation is not None:
+            torch.nn.attention.activate_flash_attention_impl(self.flash_implementation)
         return TorchAttention(self)
 
 
@@ -78,28 +116,40 @@ class TorchAttention:
         *,
         scale: float,
         sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
     ) -> Tensor:
         """Attend; see AttentionBackend.
 
         Raises:
-            ValueError: Sinks are given.
+            ValueError: Sinks or a soft cap are given.
         """
-        if sinks_H is not None:
-            raise ValueError("the attention backend 'torch' has no sinks; use 'eager'")
+        if sinks_H is not None or soft_cap is not None:
+            raise ValueError("the attention backend 'torch' has no sinks and no soft cap; use 'flex' or 'eager'")
+        if self._suits_varlen(q_BSHD, v_BTGE, mask, dropout):
+            return _varlen(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
         q, k, v = q_BSHD.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGE.transpose(1, 2)
-        if mask.is_plain(q.shape[2], k.shape[2]):
-            return self._plain(q, k, v, causal=mask.causal, scale=scale).transpose(1, 2)
-        return self._masked(q, k, v, mask, scale=scale).transpose(1, 2)
+        attend = self._plain if mask.is_plain(q.shape[2], k.shape[2]) else self._masked
+        return attend(q, k, v, mask, scale=scale, dropout=dropout).transpose(1, 2)
 
-    def _plain(self, q: Tensor, k: Tensor, v: Tensor, *, causal: bool, scale: float) -> Tensor:
-        if q.is_cuda and q.dtype.itemsize > 2:  # cuDNN and FlashAttention share heads but take half precision only
+    def _suits_varlen(self, q: Tensor, v: Tensor, mask: AttentionMask, dropout: float) -> bool:
+        if not self.config.varlen or mask.bias is not None or (mask.window is None and mask.documents is None):
+            return False
+        fits = q.is_cuda and q.dtype in HALF_PRECISION and max(q.shape[-1], v.shape[-1]) <= 256
+        return fits and dropout == 0.0
+
+    def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
+        if q.is_cuda and q.dtype not in HALF_PRECISION:  # only cuDNN and FlashAttention share heads
             k, v = _one_key_head_each(q, k, v)
-        with _kernels(self.config.kernels, q, ordered=True):
+        kernels = self.config.kernels
+        if kernels is None and self.config.flash_implementation is not None:
+            kernels = ("flash", "cudnn", "efficient", "math")
+        with _kernels(kernels, q, ordered=True):
             return F.scaled_dot_product_attention(
-                q, k, v, is_causal=causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, dropout_p=dropout, is_causal=mask.causal, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
 
-    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float) -> Tensor:
+    def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
         visibility = mask.visibility(batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], device=q.device)
         # Kernels disagree on rows without any key (zeros, NaN, means), so blind rows see all and are zeroed at the end.
         attn_mask = visibility.keys
@@ -110,9 +160,43 @@ class TorchAttention:
             k, v = _one_key_head_each(q, k, v)
         with _kernels(self.config.masked_kernels, q, ordered=False):
             out = F.scaled_dot_product_attention(
-                q, k, v, attn_mask=attn_mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
+                q, k, v, attn_mask=attn_mask, dropout_p=dropout, scale=scale, enable_gqa=q.shape[1] != k.shape[1]
             )
         return out.masked_fill(visibility.blind, 0.0)
+
+
+def _varlen(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, mask: AttentionMask, *, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - registers operators, which takes its time
+
+    batch, queries = q_BSHD.shape[:2]
+    sequences = sequences_of(mask, batch=batch, queries=queries, keys=k_BTGD.shape[1], device=q_BSHD.device)
+    value_dim = v_BTGE.shape[-1]
+    head_dim = next_multiple(max(q_BSHD.shape[-1], value_dim), 8)
+    q, k, v = (sequences.flatten(pad_head_dim(x, head_dim)) for x in (q_BSHD, k_BTGD, v_BTGE))
+    before, after = window_bounds(mask)
+    grouped: dict[str, Any] = {"enable_gqa": True} if _varlen_asks_for_groups() else {}
+    out = varlen_attn(
+        q,
+        k,
+        v,
+        sequences.cu_queries,
+        sequences.cu_keys,
+        sequences.max_queries,
+        sequences.max_keys,
+        scale=scale,
+        window_size=(-1 if before is None else before, -1 if after is None else after),
+        **grouped,
+    )
+    assert isinstance(out, Tensor)
+    return sequences.unflatten(out, batch)[..., :value_dim]
+
+
+@constant
+def _varlen_asks_for_groups() -> bool:
+    """Whether varlen_attn shares heads when told to only; that of torch 2.11 does so untold, and is not to be told."""
+    from torch.nn.attention.varlen import varlen_attn  # noqa: PLC0415 - see above
+
+    return "enable_gqa" in inspect.signature(varlen_attn).parameters
 
 
 def _one_key_head_each(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
-"""Root mean square normalization."""
+"""The norm as a module."""
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+
+from ._apply import add_rms_norm, rms_norm
 
 
 class RMSNorm(nn.Module):
@@ -31,12 +32,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Normalize x, of any shape (..., dim); the result has its dtype."""
-        weight: Tensor = self.weight
-        if self.zero_centered:
-            weight = 1 + weight.to(torch.promote_types(weight.dtype, torch.float32))
-        # One dtype for both reaches torch's fused kernel, which computes in fp32 inside for half precision.
-        dtype = torch.promote_types(x.dtype, weight.dtype)
-        return F.rms_norm(x.to(dtype), (self.dim,), weight.to(dtype), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, eps=self.eps, zero_centered=self.zero_centered)
+
+    def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the normed sum of two tensors of one shape, and the sum: one pass over memory on CUDA."""
+        return add_rms_norm(x, residual, self.weight, eps=self.eps, zero_centered=self.zero_centered)
 
     def extra_repr(self) -> str:
         """Show the settings in the module's repr."""

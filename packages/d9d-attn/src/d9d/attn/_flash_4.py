@@ -1,0 +1,157 @@
+"""Attention by the package flash-attn-4, FlashAttention for Hopper and Blackwell in the CuTe language.
+
+Shapes as in AttentionBackend.
+"""
+
+import importlib
+from types import ModuleType
+from typing import Any, ClassVar
+
+import attrs
+from torch import Tensor
+
+from ._backend import HALF_PRECISION, AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
+from ._feature import Feature
+from ._head_dims import next_multiple, pad_head_dim
+from ._mask import AttentionMask
+from ._varlen import sequences_of, window_bounds
+
+_MODULE = "flash_attn.cute"
+
+
+@attrs.frozen(kw_only=True)
+class FlashAttention4Config(AttentionBackendConfig):
+    """FlashAttention 4, from the package flash-attn-4 4.0.0b36 or newer."""
+
+    kind: ClassVar[str] = "flash_attention_4"
+    priority: ClassVar[int | None] = 30
+    capabilities: ClassVar[Capabilities] = Capabilities(
+        features=frozenset(Feature)
+        - {Feature.BOOLEAN_BIAS, Feature.ADDITIVE_BIAS, Feature.BIAS_GRADIENT, Feature.DROPOUT},
+        device_types=frozenset({"cuda"}),
+        cuda_capability=(9, 0),
+        dtypes=HALF_PRECISION,
+        max_head_dim=256,
+        requires=_MODULE,
+        install="d9d-attn[flash-attn-4]",
+    )
+
+    deterministic: bool = False
+    """Whether gradients are the same in each run; slower."""
+
+    def build(self) -> AttentionBackend:
+        """Make the backend.
+
+        Raises:
+            ImportError: The package is not installed.
+        """
+        try:
+            module = importlib.import_module(_MODULE)
+        except ImportError as error:
+            raise ImportError(f"{self.kind!r} needs {_MODULE!r}; install {self.capabilities.install!r}") from error
+        return FlashAttention4(self, module)
+
+
+attention_backends.register(FlashAttention4Config)
+
+
+@attrs.frozen
+class FlashAttention4:
+    """The backend; see FlashAttention4Config."""
+
+    config: FlashAttention4Config
+    """Its settings."""
+
+    module: ModuleType
+    """The package's module."""
+
+    def __call__(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> Tensor:
+        """Attend; see AttentionBackend.
+
+        Raises:
+            ValueError: The mask has a bias, or there is dropout.
+        """
+        return self._attend(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout, lse=False
+        )[0]
+
+    def with_lse(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None = None,
+        soft_cap: float | None = None,
+        dropout: float = 0.0,
+    ) -> tuple[Tensor, Tensor]:
+        """Attend, and give the log-sum-exp; see AttentionBackend.
+
+        Raises:
+            ValueError: The mask has a bias, or there is dropout.
+        """
+        return self._attend(
+            q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H, soft_cap=soft_cap, dropout=dropout, lse=True
+        )
+
+    def _attend(
+        self,
+        q_BSHD: Tensor,
+        k_BTGD: Tensor,
+        v_BTGE: Tensor,
+        mask: AttentionMask,
+        *,
+        scale: float,
+        sinks_H: Tensor | None,
+        soft_cap: float | None,
+        dropout: float,
+        lse: bool,
+    ) -> tuple[Tensor, Tensor]:
+        if mask.bias is not None or dropout:
+            raise ValueError(
+                "the attention backend 'flash_attention_4' has no bias and no dropout; use 'torch', 'flex' or 'eager'"
+            )
+        head_dim, value_dim = q_BSHD.shape[-1], v_BTGE.shape[-1]
+        q = pad_head_dim(q_BSHD, next_multiple(head_dim, 8))
+        k = pad_head_dim(k_BTGD, next_multiple(head_dim, 8))
+        v = pad_head_dim(v_BTGE, next_multiple(value_dim, 8))
+        settings: dict[str, Any] = {
+            "softmax_scale": scale,
+            "causal": mask.causal,
+            "window_size": window_bounds(mask),
+            "learnable_sink": sinks_H,
+            "softcap": soft_cap or 0.0,
+            "deterministic": self.config.deterministic,
+            "return_lse": lse,
+        }
+        if mask.documents is None:
+            out_BSHE, lse_BHS = self.module.flash_attn_func(q, k, v, **settings)
+            return out_BSHE[..., :value_dim], lse_BHS
+        batch, queries = q.shape[:2]
+        sequences = sequences_of(mask, batch=batch, queries=queries, keys=k.shape[1], device=q.device)
+        out_NHE, lse_HN = self.module.flash_attn_varlen_func(
+            *(sequences.flatten(x) for x in (q, k, v)),
+            cu_seqlens_q=sequences.cu_queries,
+            cu_seqlens_k=sequences.cu_keys,
+            max_seqlen_q=sequences.max_queries,
+            max_seqlen_k=sequences.max_keys,
+            **settings,
+        )
+        out_BSHE = sequences.unflatten(out_NHE, batch)[..., :value_dim]
+        if not lse:
+            return out_BSHE, lse_HN
+        lse_BHS = lse_HN.unflatten(1, (batch, -1)).transpose(0, 1)
+        return out_BSHE, sequences.fill_padding_lse(lse_BHS, sinks_H)

@@ -1,0 +1,203 @@
+"""Backends on CUDA against eager in fp64 on the same inputs: errors at the level of the dtype (case 49)."""
+
+import attrs
+import pytest
+import torch
+
+from d9d.attn import (
+    AttentionMask,
+    AttentionNeed,
+    Documents,
+    EagerAttentionConfig,
+    Feature,
+    FlashAttention2Config,
+    FlashAttention4Config,
+    FlexAttentionConfig,
+    GroupedQueryAttention,
+    GroupedQueryAttentionConfig,
+    RotaryConfig,
+    RotaryEmbedding,
+    TorchAttentionConfig,
+    attention_backends,
+)
+
+pytestmark = pytest.mark.gpu
+B, S, H, G = 2, 192, 8, 2
+EAGER = EagerAttentionConfig().build()
+CONFIGS = {
+    c.kind: c for c in (TorchAttentionConfig(), FlexAttentionConfig(), FlashAttention2Config(), FlashAttention4Config())
+}
+TOLERANCE = {torch.bfloat16: 8e-3, torch.float16: 1.5e-3, torch.float32: 2e-3}
+
+
+@attrs.frozen(kw_only=True)
+class Case:
+    mask: dict
+    dims: tuple[int, int] = (64, 64)
+    dtype: torch.dtype = torch.bfloat16
+    sinks: bool = False
+    soft_cap: float | None = None
+    keys: int = S
+
+
+def documents(name):
+    return {
+        "all": lambda: Documents.from_lengths([[50, 142], [192]], device="cuda"),
+        "padded": lambda: Documents(torch.tensor([0, 100, 192, 250], dtype=torch.int32, device="cuda"), 100),
+    }[name]()
+
+
+def bias(name):
+    padded = (torch.arange(S, device="cuda") >= torch.tensor([[40], [S]], device="cuda"))[:, None, None, :]
+    return padded if name == "padding" else torch.zeros(B, 1, 1, S, device="cuda").masked_fill(~padded, -torch.inf)
+
+
+CASES = {
+    "causal": Case(mask={}),
+    "full, sinks": Case(mask={"causal": False}, sinks=True),
+    "fp16, window, soft cap, other head dims": Case(
+        mask={"window": 50}, dims=(96, 64), dtype=torch.float16, soft_cap=2.0
+    ),
+    "padded documents, sinks, soft cap": Case(mask={"documents": "padded"}, sinks=True, soft_cap=2.0, dims=(128, 128)),
+    "documents, window": Case(mask={"documents": "all", "window": 30}, dims=(128, 128)),
+    "full documents, odd head dims": Case(mask={"documents": "padded", "causal": False}, dims=(36, 20)),
+    "rows without a key by a boolean bias, sinks": Case(mask={"bias": "padding"}, sinks=True),
+    "rows without a key by an additive bias": Case(mask={"bias": "additive"}),
+    "more keys than queries, window": Case(mask={"window": 60}, keys=S + 70),
+    "fp32": Case(mask={"documents": "all"}, dtype=torch.float32, sinks=True),
+}
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Each case is a compilation of flex attention of its own."""
+    yield
+    torch._dynamo.reset()
+
+
+def make_mask(spec):
+    parts = dict(spec)
+    if "documents" in parts:
+        parts["documents"] = documents(parts["documents"])
+    if "bias" in parts:
+        parts["bias"] = bias(parts["bias"])
+    return AttentionMask(**parts)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_values_and_gradients_are_right_to_the_level_of_the_dtype(kind, name):
+    case, config = CASES[name], CONFIGS[kind]
+    mask = make_mask(case.mask)
+    features = {Feature.GROUPED_QUERY, *mask.features}
+    features |= ({Feature.SINKS} if case.sinks else set()) | ({Feature.SOFT_CAP} if case.soft_cap else set())
+    need = AttentionNeed(features=frozenset(features), device_type="cuda", dtype=case.dtype, head_dim=max(case.dims))
+    if (refusal := config.refusal(need)) is not None:
+        pytest.skip(refusal)
+    torch.manual_seed(0)
+    head_dim, value_dim = case.dims
+
+    def randn(length, heads, dim):
+        return torch.randn(B, heads, length, dim, device="cuda", dtype=case.dtype).transpose(1, 2)  # not contiguous
+
+    inputs = [randn(S, H, head_dim), randn(case.keys, G, head_dim), randn(case.keys, G, value_dim)]
+    if case.sinks:
+        inputs.append(torch.randn(H, device="cuda"))
+    upstream = randn(S, H, value_dim) * 3
+    backend = config.build()
+
+    def run(attend, inputs, upstream):
+        inputs = [x.detach().requires_grad_() for x in inputs]
+        out = attend(
+            *inputs[:3],
+            mask,
+            scale=0.15,
+            sinks_H=inputs[3] if case.sinks else None,
+            soft_cap=case.soft_cap,
+        )
+        return out, *torch.autograd.grad(out, inputs, upstream)
+
+    found = run(backend, inputs, upstream)
+    expected = run(EAGER, [x.double() for x in inputs], upstream.double())
+    for a, b in zip(found, expected):
+        assert a.isfinite().all()
+        assert (a.double() - b).norm() / b.norm() < TOLERANCE[case.dtype]
+    blind = expected[0].abs().sum(-1) == 0
+    assert (found[0][blind] == 0).all()
+    if Feature.LSE in config.capabilities.features:
+        sinks = inputs[3] if case.sinks else None
+        _, lse = backend.with_lse(*inputs[:3], mask, scale=0.15, sinks_H=sinks, soft_cap=case.soft_cap)
+        _, of_eager = EAGER.with_lse(
+            *(x.double() for x in inputs[:3]), mask, scale=0.15, sinks_H=sinks, soft_cap=case.soft_cap
+        )
+        assert lse.dtype == torch.float32
+        torch.testing.assert_close(lse.double(), of_eager, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_documents_hold_no_mask_of_queries_and_keys(kind):
+    config = CONFIGS[kind]
+    if (refusal := config.refusal(AttentionNeed(device_type="cuda", dtype=torch.bfloat16))) is not None:
+        pytest.skip(refusal)
+    backend, length = config.build(), 16384
+    q, k, v = (torch.randn(1, length, 1, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+
+    def step():
+        mask = AttentionMask(documents=Documents.from_lengths([[length // 4] * 4], device="cuda"))
+        backend(q, k, v, mask, scale=0.1).sum().backward()
+
+    step()  # compiles, and makes workspaces
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    assert torch.cuda.max_memory_allocated() - before < length * length // 4
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_a_block_never_waits_for_the_device(kind):
+    config = GroupedQueryAttentionConfig(
+        hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True, window=100, backend=CONFIGS[kind]
+    )
+    need = attrs.evolve(config.need(), device_type="cuda", dtype=torch.bfloat16)
+    if (refusal := CONFIGS[kind].refusal(need)) is not None:
+        pytest.skip(refusal)
+    block = GroupedQueryAttention(config).cuda().bfloat16()
+    rotary = RotaryEmbedding(RotaryConfig(head_dim=64))
+    x = torch.randn(B, S, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    positions = torch.arange(S, device="cuda").expand(B, S)
+    all_documents = [documents("all"), documents("padded")]
+
+    def step():
+        for of_mask in all_documents:
+            cos, sin = rotary(positions)
+            block(x, cos=cos, sin=sin, mask=AttentionMask(documents=of_mask)).sum().backward()
+
+    step()
+    try:
+        torch.cuda.set_sync_debug_mode("error")
+        step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_compiled_block_with_flex_attention_inside_equals_eager():
+    config = GroupedQueryAttentionConfig(
+        hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True, sinks=True, backend="flex"
+    )
+    block = GroupedQueryAttention(config).cuda().bfloat16()
+    x = torch.randn(B, S, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    cos, sin = RotaryEmbedding(RotaryConfig(head_dim=64))(torch.arange(S, device="cuda").expand(B, S))
+    mask = AttentionMask(documents=documents("all"))
+    found, expected = (
+        (out, *torch.autograd.grad(out.float().square().sum(), (x, *block.parameters())))
+        for attend in (torch.compile(block, fullgraph=True), block)
+        for out in [attend(x, cos=cos, sin=sin, mask=mask)]
+    )
+    for a, b in zip(found, expected):
+        assert (a.float() - b.float()).norm() / b.float().norm() < 2e-2
+
+
+def test_sinks_on_cuda_are_chosen_a_backend_that_is_not_the_reference():
+    need = AttentionNeed(features=frozenset({Feature.SINKS}), device_type="cuda", dtype=torch.bfloat16, head_dim=64)
+    assert attention_backends.choose(None, need).config.kind in {"flash_attention_4", "flash_attention_2", "flex"}
