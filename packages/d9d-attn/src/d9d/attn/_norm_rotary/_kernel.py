@@ -91,8 +91,8 @@ def _rows(  # noqa: PLR0917
     x_ptr, tokens, heads, n_positions, batch_stride, position_stride, head_stride
 ):
     """Pointers to heads of tokens, (rows, 1)."""
-    batch = (tokens // n_positions).to(tl.int64)
-    return x_ptr + batch * batch_stride + (tokens % n_positions).to(tl.int64) * position_stride + heads * head_stride
+    batch, position = (tokens // n_positions).to(tl.int64), (tokens % n_positions).to(tl.int64)
+    return x_ptr + batch * batch_stride + position * position_stride + heads.to(tl.int64) * head_stride
 
 
 @triton.jit
