@@ -2,7 +2,7 @@
 
 Shapes: T tokens (batch × positions), H heads of q or k, D head dim, R rotary dim, P pairs (R / 2) and E dims beyond R,
 both up to a power of 2, L leaves. A tile has AT_ONCE tokens × HEADS heads; its dims come in three parts: the first and
-the second of each pair, and the rest.
+the second of each pair, and the rest. Long because a kernel names its arguments one by one, for q and again for k.
 """
 
 import triton
