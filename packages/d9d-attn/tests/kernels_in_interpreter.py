@@ -4,13 +4,16 @@ The interpreter cuts where hardware rounds to bf16, so exactness is asked of fp3
 """
 
 # ruff: noqa: FBT003 - operators take no keywords
+import gc
 import itertools
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
 import torch
 import torch._dynamo
+import torch.utils.checkpoint
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -229,6 +232,26 @@ def test_a_split_backward_computes_each_gradient_once_and_a_whole_one_reads_once
     assert asked[3:] == [(True, True)]
     for x, gradient in zip((*inputs, *weights), whole):
         assert torch.equal(x.grad, gradient)
+
+
+def test_checkpoints_recompute_it_and_graphs_free_themselves():
+    (x, residual), (weight,), _ = norm_case()
+
+    def block(x):
+        return add_rms_norm(rms_norm(x, weight).sin(), residual, weight)[0].cos()
+
+    again = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)
+    for a, b in zip(*(torch.autograd.grad(y.sum(), (x, residual, weight)) for y in (block(x), again)), strict=True):
+        assert torch.equal(a, b)
+    gc.disable()
+    try:
+        y = rms_norm(x, weight)
+        y.sum().backward()
+        nodes = [weakref.ref(node) for node in (y.grad_fn, *(node for node, _ in y.grad_fn.next_functions))]
+        del y
+        assert [node() for node in nodes] == [None] * 3
+    finally:
+        gc.enable()
 
 
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor")

@@ -238,5 +238,7 @@ def test_what_cannot_be_is_refused():
         apply_rotary(q, q, torch.ones(1, 2, 10), torch.ones(1, 2, 10))
     with pytest.raises(ValueError, match=r"both must be \(batch, positions, dim\)"):
         apply_rotary(q, q, table, table[0])
+    with pytest.raises(ValueError, match="of the same batch and positions"):
+        apply_rotary(q, q[:, :1], table, table)
     with pytest.raises(ValueError, match=r"k_weight has the shape \(4,\); it must be \(8,\)"):
         norm_and_rotate(q, q, table, table, k_weight=torch.ones(4))

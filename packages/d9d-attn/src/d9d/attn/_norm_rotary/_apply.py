@@ -116,6 +116,11 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
             f"q has the shape {tuple(q.shape)!r}, k {tuple(k.shape)!r} and cos {tuple(cos.shape)!r}: heads of q and k "
             "must be equally large, and the last dim of cos even and no larger"
         )
+    if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
+        raise ValueError(
+            f"q has the shape {tuple(q.shape)!r} and k {tuple(k.shape)!r}; both must be (batch, positions, heads, "
+            "dim), of the same batch and positions"
+        )
     if cos.shape != sin.shape or cos.ndim != 3:
         raise ValueError(
             f"cos has the shape {tuple(cos.shape)!r} and sin {tuple(sin.shape)!r}; both must be (batch, positions, dim)"

@@ -2,7 +2,7 @@
 
 Shapes: T tokens (batch × positions), H heads of q or k, D head dim, R rotary dim, P pairs (R / 2) and E dims beyond R,
 both up to a power of 2, L leaves. A tile has AT_ONCE tokens × HEADS heads; its dims come in three parts: the first and
-the second of each pair, and the rest.
+the second of each pair, and the rest. Long because a kernel names its arguments one by one, for q and again for k.
 """
 
 import triton
@@ -91,8 +91,8 @@ def _rows(  # noqa: PLR0917
     x_ptr, tokens, heads, n_positions, batch_stride, position_stride, head_stride
 ):
     """Pointers to heads of tokens, (rows, 1)."""
-    batch = (tokens // n_positions).to(tl.int64)
-    return x_ptr + batch * batch_stride + (tokens % n_positions).to(tl.int64) * position_stride + heads * head_stride
+    batch, position = (tokens // n_positions).to(tl.int64), (tokens % n_positions).to(tl.int64)
+    return x_ptr + batch * batch_stride + position * position_stride + heads.to(tl.int64) * head_stride
 
 
 @triton.jit
