@@ -1,30 +1,17 @@
 """Where Triton kernels run, and the form of tensors that they take."""
 
 import importlib.util
-from collections.abc import Callable
-from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
-FunctionT = TypeVar("FunctionT", bound=Callable[..., object])
-
+_IS_TRITON_INSTALLED = importlib.util.find_spec("triton") is not None
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
-def _constant(function: FunctionT) -> FunctionT:
-    """Do as `torch.compiler.assume_constant_result`, without importing the whole compiler."""
-    setattr(function, "_dynamo_marked_constant", True)  # noqa: B010 - to type checkers functions have no such attribute
-    return function
-
-
-@_constant
 def has_kernels(device_type: str) -> bool:
     """Whether kernels run there."""
-    return device_type == "cuda" and _is_triton_installed
-
-
-_is_triton_installed = importlib.util.find_spec("triton") is not None
+    return device_type == "cuda" and _IS_TRITON_INSTALLED
 
 
 def fits(first: Tensor, *others: Tensor | None) -> bool:

@@ -55,8 +55,9 @@ class Qwen3MoELayer(nn.Module):
 
     def forward(self, x_BSH: Tensor, *, cos: Tensor, sin: Tensor, mask: AttentionMask) -> Tensor:
         """One layer of the residual stream; ``cos`` and ``sin`` as `RotaryEmbedding` gives them."""
-        x_BSH = x_BSH + self.attention(self.attention_norm(x_BSH), cos=cos, sin=sin, mask=mask)
-        y_BSH: Tensor = x_BSH + self.moe(self.moe_norm(x_BSH))
+        attended_BSH = self.attention(self.attention_norm(x_BSH), cos=cos, sin=sin, mask=mask)
+        normed_BSH, x_BSH = self.moe_norm.add(attended_BSH, x_BSH)
+        y_BSH: Tensor = x_BSH + self.moe(normed_BSH)
         return y_BSH
 
 
