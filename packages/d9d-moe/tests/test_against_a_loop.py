@@ -307,7 +307,7 @@ def check_on_ranks(batch):
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
 def test_any_routing_on_ranks_equals_a_loop(ranks):
     @settings(max_examples=2, deadline=None)
-    @given(st.lists(cases(ranks), min_size=6, max_size=6))
+    @given(st.lists(cases(ranks), min_size=12, max_size=12))
     def run(batch):
         run_world(ranks, check_on_ranks, batch)
 
