@@ -45,9 +45,10 @@ def test() -> None:
 
 
 def bench() -> None:
-    """Head and loss; attention; the card on one GPU and, under several layouts, on all; pipelines; GradientSync."""
+    """Head, attention, experts; the card on one GPU and, under several layouts, on all; pipelines; GradientSync."""
     _python("tools/bench_head.py")
     _python("tools/bench_attention.py")
+    _python("tools/bench_moe.py")
     _python("tools/bench_gradient_sync.py")
     card = ("--trainer.microbatch", str(SAMPLES), "--trainer.global_batch")
     _python("tools/bench_layouts.py", *card, str(SAMPLES))
@@ -57,6 +58,7 @@ def bench() -> None:
         launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(gpus))
         for layout in LAYOUTS[gpus]:
             _python(*launch, "tools/bench_layouts.py", layout, *card, str(SAMPLES * gpus))
+        _python(*launch, "tools/bench_moe.py")
         _python(*launch, "tools/bench_pipeline.py")
 
 
