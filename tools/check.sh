@@ -12,5 +12,5 @@ uv run ty check
 packages=()
 for folder in packages/*/src/d9d/*/; do packages+=(-p "d9d.$(basename "$folder")"); done
 uv run mypy "${packages[@]}"
-uv run mypy tools/*.py examples/*/*.py
+uv run mypy tools/*.py examples/*/*.py tests-e2e/third_party/*.py
 python3 tools/lock.py check

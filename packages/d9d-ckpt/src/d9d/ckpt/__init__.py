@@ -45,6 +45,7 @@ from ._problems import PlanError
 from ._report import Report
 from ._source import CheckpointError, Source
 from ._spec import Region, TensorSpec
+from ._toml import mapper_from_toml
 from ._verify import verify
 
 __all__ = [  # sorted within groups
@@ -82,6 +83,7 @@ __all__ = [  # sorted within groups
     "Repeat",
     "Sequential",
     "Shard",
+    "mapper_from_toml",
     # model checkpoints
     "CheckpointError",
     "ReadError",
