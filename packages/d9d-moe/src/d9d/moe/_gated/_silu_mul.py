@@ -106,7 +106,7 @@ class _SiluMul(torch.autograd.Function):
         return out_NI
 
     @staticmethod
-    def backward(ctx: Any, grad_NI: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
-        gradients = _backward_op(grad_NI, *operands)
+        gradients = _backward_op(*upstream, *operands)
         return tuple(None if x is None else gradient for x, gradient in zip(operands, gradients))
