@@ -377,3 +377,10 @@ def test_the_ids_of_a_routing_may_be_given_with_their_padding():
 def test_ids_of_another_dtype_are_refused():
     with pytest.raises(ValueError, match=r"must be torch.int64, found torch.int32; convert them by .long\(\)"):
         make_router()(torch.randn(1, HIDDEN, dtype=torch.float64), ids_TK=torch.tensor([[0, 1]], dtype=torch.int32))
+
+
+def test_a_bias_that_was_loaded_in_bf16_is_not_moved():
+    router = TopKRouter(HIDDEN, EXPERTS, 2, expert_bias=True)
+    router.load_state_dict({name: value.bfloat16() for name, value in router.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match=r"must be fp32 or wider, found torch.bfloat16; load it without assign=True"):
+        update_expert_bias([router], None)
