@@ -90,6 +90,20 @@ def test_the_activation_is_rounded_once(dtype):
     same(silu_mul(gate_up), unweighted.to(dtype))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: silu_mul(torch.ones(3, 7)), r"found both in the odd shape \(3, 7\)"),
+        (lambda: silu_mul(torch.ones(3, 8), torch.ones(2)), r"rows \(3, 8\) need as many probabilities, found \(2,\)"),
+        (lambda: silu_mul_pair(torch.ones(3, 4), torch.ones(3, 1)), r"one shape, found \(3, 4\) and \(3, 1\)"),
+        (lambda: silu_mul_pair(*torch.ones(2, 3, 4), torch.ones(3, 1)), r"as many probabilities, found \(3, 1\)"),
+    ],
+)
+def test_halves_and_probabilities_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 needs_gpu = pytest.mark.gpu
 
 
