@@ -158,7 +158,8 @@ def by_loop(flavour, p, x_BSH, top_k, *, mask_BS, ids_BSK=None, expert_bias=None
     for b, sequence in enumerate(x_BSH):
         taken, mass = torch.zeros(EXPERTS, dtype=torch.float64), torch.zeros(EXPERTS, dtype=torch.float64)
         for s, token in enumerate(sequence):
-            row = shared_of(p, token) if "shared.down_proj.weight" in p else torch.zeros_like(token)
+            seen = token * mask_BS[b, s]
+            row = shared_of(p, seen) if "shared.down_proj.weight" in p else torch.zeros_like(token)
             if mask_BS[b, s]:
                 logits = p["router.weight"] @ token + p.get("router.bias", 0.0)
                 chosen = chosen_by(flavour, logits, top_k, expert_bias) if ids_BSK is None else ids_BSK[b, s].tolist()

@@ -6,6 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from d9d.mesh.testing import WorldError, run_world
 from d9d.moe import (
@@ -145,7 +146,68 @@ def check_a_copy_works_on_the_same_group():
     assert torch.equal(copy.deepcopy(layer)(x), layer(x))
 
 
+def check_parameters_of_all_experts_are_refused():
+    """Who forgets to keep this rank's block gets no wrong numbers."""
+    layer = make_layer(2)
+    layer.set_expert_group(dist.group.WORLD)
+    if dist.get_world_size() > 1:
+        with pytest.raises(ValueError, match="parameters must be this rank's block"):
+            layer(torch.randn(3, HIDDEN, dtype=torch.float64))
+
+
+def gradients_of(layer, x, run):
+    layer.zero_grad()
+    x = x.clone().requires_grad_()
+    run(layer, x)
+    return x.grad, *(parameter.grad for parameter in layer.parameters())
+
+
+def plainly(layer, x):
+    layer(x).square().sum().backward()
+
+
+def recomputed(layer, x):
+    checkpoint(layer, x, use_reentrant=False).square().sum().backward()
+
+
+def recomputed_reentrantly(layer, x):
+    checkpoint(layer, x, use_reentrant=True).square().sum().backward()
+
+
+def in_two_parts(layer, x):
+    """Inputs first; then, on each rank at its own time, the weights: they need no other rank."""
+    from d9d.parallel.pipeline import backward_inputs  # noqa: PLC0415 - not in every rank of a world
+
+    [x.grad], weights = backward_inputs([layer(x).square().sum()], [None], [x])
+    assert all(parameter.grad is None for parameter in layer.parameters())
+    weights.run()
+
+
+def check_recompute_and_split_backward():
+    layer = make_layer(2)
+    spread(layer)
+    torch.manual_seed(6)
+    x = torch.randn(3 if dist.get_rank() else 0, HIDDEN, dtype=torch.float64)
+    expected = gradients_of(layer, x, plainly)
+    for run in (recomputed, recomputed_reentrantly, in_two_parts):
+        torch.testing.assert_close(gradients_of(layer, x, run), expected, rtol=1e-12, atol=1e-12)
+
+
+def check_one_rank_needs_no_gradient_of_its_tokens():
+    layer = make_layer(2)
+    spread(layer)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64)
+    _, *expected = gradients_of(layer, x, plainly)
+    layer.zero_grad()
+    layer(x.requires_grad_(dist.get_rank() == 0)).square().sum().backward()
+    for parameter, gradient in zip(layer.parameters(), expected):
+        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+
+
 def all_checks():
+    check_parameters_of_all_experts_are_refused()
+    check_recompute_and_split_backward()
+    check_one_rank_needs_no_gradient_of_its_tokens()
     check_a_copy_works_on_the_same_group()
     check_dispatchers_agree()
     check_layers_agree()
@@ -156,6 +218,21 @@ def all_checks():
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_expert_parallel_equals_one_process(ranks):
     run_world(ranks, all_checks)
+
+
+def check_compiled():
+    layer = make_layer(2)
+    spread(layer)
+    x = torch.randn(3 * dist.get_rank(), HIDDEN, dtype=torch.float64)
+    expected = gradients_of(layer, x, plainly)
+    compiled = torch.compile(layer, backend="aot_eager")
+    found = gradients_of(layer, x, lambda _, x: plainly(compiled, x))
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.long
+def test_a_compiled_layer_equals_eager_where_experts_are_spread():
+    run_world(2, check_compiled)
 
 
 def spread_too_far():

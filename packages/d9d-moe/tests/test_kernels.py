@@ -18,6 +18,7 @@ from d9d.moe._rows import (
     gather_rows,
     gather_rows_with_probs,
     group_by_destination,
+    ranks_of_tokens,
     sum_rows,
 )
 
@@ -89,6 +90,20 @@ def test_the_activation_is_rounded_once(dtype):
     same(silu_mul(gate_up), unweighted.to(dtype))
 
 
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: silu_mul(torch.ones(3, 7)), r"found both in the odd shape \(3, 7\)"),
+        (lambda: silu_mul(torch.ones(3, 8), torch.ones(2)), r"rows \(3, 8\) need as many probabilities, found \(2,\)"),
+        (lambda: silu_mul_pair(torch.ones(3, 4), torch.ones(3, 1)), r"one shape, found \(3, 4\) and \(3, 1\)"),
+        (lambda: silu_mul_pair(*torch.ones(2, 3, 4), torch.ones(3, 1)), r"as many probabilities, found \(3, 1\)"),
+    ],
+)
+def test_halves_and_probabilities_that_do_not_fit_are_refused(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
 needs_gpu = pytest.mark.gpu
 
 
@@ -132,6 +147,23 @@ def test_rows_on_cuda_are_those_of_the_cpu(dtype):
         torch.testing.assert_close(on_cuda.cpu(), on_cpu)
     for on_cpu, on_cuda in zip(*(found[:4] for found in results)):
         assert torch.equal(on_cuda.cpu(), on_cpu)
+
+
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs a GPU that is not the current one")
+def test_kernels_run_on_the_gpu_of_their_tensors():
+    results = []
+    for device in ("cpu", "cuda:1"):
+        torch.manual_seed(0)
+        ids, x, probs = torch.rand(50, 8).argsort(1)[:, :2].contiguous(), torch.randn(50, 64), torch.rand(50, 2)
+        inputs = [value.to(device).requires_grad_() for value in (x, probs)]
+        index = group_by_destination(ids.to(device), 8, rows=100)
+        ranks = ranks_of_tokens(ids.to(device), 2, 4)
+        rows, probs_N = gather_rows_with_probs(*inputs, index)
+        out = sum_rows(silu_mul(rows, probs_N), index)
+        results.append([*ranks, out, *torch.autograd.grad(out.sum(), inputs)])
+    for on_cpu, on_cuda in zip(*results):
+        torch.testing.assert_close(on_cuda.cpu(), on_cpu, check_dtype=False)
 
 
 @needs_gpu

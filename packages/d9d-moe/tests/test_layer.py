@@ -189,8 +189,11 @@ def test_a_gate_needs_a_shared_expert():
         MoELayer(TopKRouter(HIDDEN, 4, 2), GroupedSwiGLU(4, HIDDEN, INTERMEDIATE), shared_gate=True)
 
 
-def test_what_padding_holds_reaches_nothing():
+@pytest.mark.parametrize("has_shared", [False, True])
+def test_what_padding_holds_reaches_nothing(has_shared):
     layer = make_layer(4, 2)
+    if has_shared:
+        layer = MoELayer(layer.router, layer.experts, shared=SwiGLU(HIDDEN, 3).double(), shared_gate=True).double()
     x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
     mask = torch.tensor([[True, True, True, False, False], [False] * 5])
     spoiled = x.detach().masked_fill(~mask[..., None], torch.nan).requires_grad_()
@@ -224,3 +227,65 @@ def test_biases_and_a_plain_activation_in_bf16_are_right_to_their_dtype():
     for (name, a), b in zip(layer.named_parameters(), exact.parameters()):
         assert (a.grad.double() - b.grad).norm() <= 2e-2 * b.grad.norm(), name
         assert (a.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("mask", "message"),
+    [
+        (torch.ones(3, dtype=torch.bool), r"must have the shape \(2, 3\) of the tokens, found \(3,\)"),
+        (torch.ones(2, 3, 1, dtype=torch.bool), r"must have the shape \(2, 3\) of the tokens, found \(2, 3, 1\)"),
+        (torch.ones(2, 3, dtype=torch.int64), "must be torch.bool, False for padding, found torch.int64"),
+        (torch.ones(2, 3), "must be torch.bool, False for padding, found torch.float32"),
+    ],
+)
+def test_a_mask_that_is_none_of_the_tokens_is_refused(mask, message):
+    layer = make_layer(4, 2)
+    x = torch.randn(2, 3, HIDDEN, dtype=torch.float64)
+    for module in (layer, layer.router):
+        with pytest.raises(ValueError, match=message):
+            module(x, mask=mask)
+
+
+def test_tokens_of_another_size_are_refused():
+    layer = make_layer(4, 2)
+    x = torch.randn(2, 4, HIDDEN // 2, dtype=torch.float64)  # as many numbers as 4 tokens have
+    for module in (layer, layer.router):
+        with pytest.raises(ValueError, match=r"must have the size 6 in their last dim, found \(2, 4, 3\)"):
+            module(x)
+
+
+def test_rows_for_another_number_of_experts_are_refused():
+    experts = make_layer(4, 2).experts
+    counts = torch.tensor([1, 1], dtype=torch.int32)
+    with pytest.raises(ValueError, match="rows come for 2 experts and the parameters hold 4"):
+        experts(torch.randn(2, HIDDEN, dtype=torch.float64), torch.ones(2), counts)
+
+
+def test_a_compiled_layer_equals_eager():
+    torch.compiler.reset()
+    layer = make_layer(4, 2)
+    compiled = torch.compile(layer, backend="aot_eager")
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64, requires_grad=True)
+    weights = [x, *layer.parameters()]
+    found, expected = compiled(x), layer(x)
+    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
+    gradients = [torch.autograd.grad(out.square().sum(), weights) for out in (found, expected)]
+    torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+def test_a_gradient_of_a_gradient_is_refused():
+    layer = make_layer(4, 2)
+    x = torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    (gradient,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        gradient.square().sum().backward()
+
+
+def test_a_graph_that_is_kept_gives_the_same_gradients_twice():
+    activation = PlainGatedActivation(lambda gate, up: F.gelu(gate) * up)
+    experts = GroupedSwiGLU(4, HIDDEN, INTERMEDIATE, activation=activation, bias=True)
+    layer = MoELayer(TopKRouter(HIDDEN, 4, 2), experts, shared=SwiGLU(HIDDEN, 3)).double()
+    x = torch.randn(3, HIDDEN, dtype=torch.float64, requires_grad=True)
+    total, weights = layer(x).square().sum(), [x, *layer.parameters()]
+    once = torch.autograd.grad(total, weights, retain_graph=True)
+    assert all(map(torch.equal, once, torch.autograd.grad(total, weights)))

@@ -257,3 +257,24 @@ def check_layouts():
 
 def test_data_context_and_expert_ranks_change_nothing():
     run_world(4, check_layouts)
+
+
+def test_autocast_does_not_round_sums_over_documents():
+    values = torch.rand(3000, EXPERTS)
+    documents = Sequences.from_offsets(torch.tensor([0, 1001, 3000]), 3000)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = documents.sum(values)
+    expected = torch.stack([values[:1001].double().sum(0), values[1001:].double().sum(0)])
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("sequences", "message"),
+    [
+        (Sequences(5), "12 tokens are no 5 sequences of equal length"),
+        (Sequences.from_offsets(torch.tensor([0, 4, 10]), 10), "the sequences are of 10 tokens, and there are 12"),
+    ],
+)
+def test_sequences_of_other_tokens_are_refused(sequences, message):
+    with pytest.raises(ValueError, match=message):
+        sequences.sum(torch.ones(12, EXPERTS))

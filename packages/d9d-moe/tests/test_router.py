@@ -331,3 +331,56 @@ def test_a_compiled_router_counts_once_under_recompute():
         x = tokens(2, 4).requires_grad_()
         checkpoint(run, x, use_reentrant=False).probs_TK.sum().backward()
     assert router.expert_load.sum() == 2 * 8 * 3
+
+
+def test_autocast_leaves_logits_in_fp32_and_what_is_made_of_them():
+    torch.manual_seed(0)
+    router = TopKRouter(HIDDEN, EXPERTS, 2, bias=True, logits_in_fp32=True)
+    x = torch.randn(50, HIDDEN)
+    expected = router(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = router(x)
+    assert torch.equal(found.ids_TK, expected.ids_TK)
+    assert torch.equal(found.probs_TK, expected.probs_TK)
+
+
+def test_the_bias_that_selects_is_fp32_where_the_default_dtype_is_bf16():
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        router = TopKRouter(HIDDEN, EXPERTS, 2, expert_bias=True)
+    finally:
+        torch.set_default_dtype(before)
+    assert router.weight.dtype == torch.bfloat16
+    assert router.expert_bias.dtype == torch.float32
+
+
+def test_the_load_starts_at_zero_when_a_checkpoint_is_loaded_into_what_was_on_meta(monkeypatch):
+    saved = TopKRouter(HIDDEN, EXPERTS, 2).state_dict()
+    with torch.device("meta"):
+        router = TopKRouter(HIDDEN, EXPERTS, 2)
+    empty_like = torch.empty_like
+    monkeypatch.setattr(torch, "empty_like", lambda *args, **options: empty_like(*args, **options).fill_(7))
+    router.to_empty(device="cpu").load_state_dict(saved)
+    assert router.expert_load.tolist() == [0] * EXPERTS
+
+
+def test_the_ids_of_a_routing_may_be_given_with_their_padding():
+    router = make_router()
+    x, mask = torch.randn(5, HIDDEN, dtype=torch.float64), torch.tensor([True, False, True, True, False])
+    expected = router(x, mask=mask)
+    assert (expected.ids_TK[~mask] == EXPERTS).all()
+    found = router(x, mask=mask, ids_TK=expected.ids_TK)
+    assert all(map(torch.equal, found, expected))
+
+
+def test_ids_of_another_dtype_are_refused():
+    with pytest.raises(ValueError, match=r"must be torch.int64, found torch.int32; convert them by .long\(\)"):
+        make_router()(torch.randn(1, HIDDEN, dtype=torch.float64), ids_TK=torch.tensor([[0, 1]], dtype=torch.int32))
+
+
+def test_a_bias_that_was_loaded_in_bf16_is_not_moved():
+    router = TopKRouter(HIDDEN, EXPERTS, 2, expert_bias=True)
+    router.load_state_dict({name: value.bfloat16() for name, value in router.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match=r"must be fp32 or wider, found torch.bfloat16; load it without assign=True"):
+        update_expert_bias([router], None)

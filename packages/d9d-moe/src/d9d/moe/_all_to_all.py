@@ -4,7 +4,7 @@ Shapes: T tokens here, K experts per token, P ranks, E experts of one rank, S ro
 it goes to), R rows received, N rows for the experts here, H hidden size.
 """
 
-from typing import ClassVar, Self
+from typing import ClassVar, NamedTuple, Self
 
 import attrs
 import torch
@@ -16,8 +16,7 @@ from ._rows import RowIndex, gather_rows_with_probs, group_by_destination, ranks
 from ._travel import Route, Travel, exchange, receive, send
 
 
-@attrs.frozen
-class AllToAllHandle:
+class AllToAllHandle(NamedTuple):
     """The way back."""
 
     sent: RowIndex
@@ -30,8 +29,7 @@ class AllToAllHandle:
     """Rows sent to each rank and received from it."""
 
 
-@attrs.frozen
-class _PendingAllToAll:
+class _PendingAllToAll(NamedTuple):
     """Tokens on their way; see PendingDispatch."""
 
     travel: Travel

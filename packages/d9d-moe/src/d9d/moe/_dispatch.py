@@ -39,8 +39,7 @@ class PendingDispatch(Protocol[HandleT]):
         ...
 
 
-@attrs.frozen
-class Arrived(Generic[HandleT]):
+class Arrived(NamedTuple, Generic[HandleT]):
     """A pending dispatch that is over."""
 
     dispatched: Dispatched[HandleT]

@@ -21,9 +21,15 @@ def update_expert_bias(modules: Iterable[nn.Module], group: dist.ProcessGroup | 
         group: Ranks that route different tokens with the same routers: data, context and tensor ranks, not stages of a
             pipeline. None is this rank alone.
         rate: Size of a step.
+
+    Raises:
+        ValueError: A bias is narrower than fp32, as ``load_state_dict(assign=True)`` can make it: steps vanish in it.
     """
     found = {id(router): router for module in modules for _, router in routers(module)}
     biased = [(router, router.expert_bias) for router in found.values() if router.expert_bias is not None]
+    for _, bias in biased:
+        if bias.dtype.itemsize < torch.float32.itemsize:
+            raise ValueError(f"expert_bias must be fp32 or wider, found {bias.dtype!r}; load it without assign=True")
     loads = sum_over_ranks([router.expert_load for router, _ in biased], group)
     for (router, bias), load in zip(biased, loads):
         # In whole numbers: the mean load may be a fraction.

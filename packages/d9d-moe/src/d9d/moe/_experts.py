@@ -99,7 +99,15 @@ class GroupedSwiGLU(nn.Module):
             x_NH: Rows sorted by expert.
             probs_N: Weight of each row, fp32 or wider.
             counts_E: int32, rows of each expert, on the device; sums to N.
+
+        Raises:
+            ValueError: The parameters hold another number of experts.
         """
+        if counts_E.shape[0] != (held := self.down_proj.shape[0]):
+            raise ValueError(
+                f"rows come for {counts_E.shape[0]!r} experts and the parameters hold {held!r}; after set_expert_group "
+                "the parameters must be this rank's block"
+            )
         grouped_mm = self._grouped_mm(x_NH.device.type, x_NH.dtype)
 
         def project(x_NK: Tensor, weight_EMK: Tensor, bias_EM: Tensor | None, factor_N: Tensor | None) -> Tensor:

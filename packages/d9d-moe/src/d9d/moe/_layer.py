@@ -14,6 +14,7 @@ from ._experts import GroupedSwiGLU
 from ._local import LocalDispatcher
 from ._router import TopKRouter
 from ._sequences import Sequences
+from ._tokens import check_tokens
 
 
 class MoELayer(nn.Module):
@@ -97,15 +98,19 @@ class MoELayer(nn.Module):
 
         Args:
             x: T tokens in all.
-            mask: bool, one for each token; False is padding: no expert but the shared one sees it, it counts in no load
-                and no loss, and gets zeros from the experts, whatever it holds.
+            mask: bool, one for each token; False is padding: whatever it holds, the shared expert sees zeros in its
+                place and no other expert sees it, it counts in no load and no loss, and gets zeros from the experts.
             sequences: For balance losses; None is a sequence for each index of all dims before the last two.
             ids_TK: Experts to take instead of those that the router would select; see `TopKRouter.forward`.
+
+        Raises:
+            ValueError: What is given does not fit; see `TopKRouter.forward`, and `GroupedSwiGLU.forward`.
         """
+        check_tokens(x, mask, self.router.hidden_size)
         tokens = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
         routing = self.router(tokens, mask=mask, sequences=sequences, ids_TK=ids_TK)
         pending = self.dispatcher.dispatch_async(tokens.reshape(-1, x.shape[-1]), routing.ids_TK, routing.probs_TK)
-        shared = None if self.shared is None else self._share(self.shared, x)
+        shared = None if self.shared is None else self._share(self.shared, tokens)
         rows = pending.wait()
         y_NH = self.experts(rows.x_NH, rows.probs_N, rows.counts_E)
         y = self.dispatcher.combine(y_NH, rows.handle).view(x.shape)

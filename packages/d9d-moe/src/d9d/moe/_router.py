@@ -12,12 +12,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ._autocast import without_autocast
 from ._auxiliary import attach_auxiliary
 from ._count import count_tokens
 from ._losses import AuxiliaryLoss, RoutedTokens
 from ._scoring import Scoring, SoftmaxScoring
 from ._selection import HighestScores, Selection
 from ._sequences import Sequences
+from ._tokens import check_tokens
 
 _SOFTMAX = SoftmaxScoring()
 _HIGHEST = HighestScores()
@@ -47,8 +49,8 @@ class TopKRouter(nn.Module):
     In training it counts how many tokens each expert was given in the buffer ``expert_load`` (E,), int64, on this rank
     since it was last zeroed. Under activation checkpointing a token counts once.
 
-    With ``expert_bias`` the buffer of that name (E,), fp32 or wider whatever the module is cast to, is added to scores
-    when experts are selected, and not when they are weighed; `update_expert_bias` moves it.
+    With ``expert_bias`` the buffer of that name (E,), fp32 or wider whatever the module is built in or cast to, is
+    added to scores when experts are selected, and not when they are weighed; `update_expert_bias` moves it.
 
     Args:
         hidden_size: Size of a token.
@@ -100,8 +102,9 @@ class TopKRouter(nn.Module):
         self.tape: Tape | None = None
         self.weight = nn.Parameter(torch.empty(num_experts, hidden_size))
         self.bias = nn.Parameter(torch.empty(num_experts)) if bias else None
+        wide = torch.promote_types(self.weight.dtype, torch.float32)
         self.register_buffer("expert_load", torch.empty(num_experts, dtype=torch.int64), persistent=False)
-        self.register_buffer("expert_bias", torch.empty(num_experts) if expert_bias else None)
+        self.register_buffer("expert_bias", torch.empty(num_experts, dtype=wide) if expert_bias else None)
         self.reset_parameters()
 
     @torch.no_grad()
@@ -138,19 +141,19 @@ class TopKRouter(nn.Module):
             mask: bool, one for each token; False is padding: its experts are ``num_experts``, which is none, and their
                 weights 0; it counts in no load and no loss. It must be finite.
             sequences: For balance losses; None is a sequence for each index of all dims before the last two.
-            ids_TK: Experts to take instead of the selected ones, int64, no two alike in a row.
+            ids_TK: Experts to take instead of the selected ones, int64, no two alike in a row; of padding, any.
 
         Raises:
-            ValueError: The mask is not one of the tokens; ``ids_TK``, or what the tape gives, is not (T, K).
+            ValueError: x is not of ``hidden_size``; the mask is not bool, or not one of the tokens; ``ids_TK``, or what
+                the tape gives, is not int64 (T, K).
         """
-        if mask is not None and mask.shape != x.shape[:-1]:
-            raise ValueError(
-                f"the mask must have the shape {tuple(x.shape[:-1])!r} of the tokens, found {tuple(mask.shape)!r}"
-            )
+        check_tokens(x, mask, self.hidden_size)
         logits_TE = self._logits(x.reshape(-1, self.hidden_size))
         mask_T = None if mask is None else mask.flatten()
         scores_TE = self.scoring.scores(logits_TE)
         ids_TK = self._select(scores_TE.detach(), ids_TK)
+        if mask_T is not None:  # what is given may be the ids of a Routing, which are out of range here
+            ids_TK = ids_TK.masked_fill(~mask_T[:, None], 0)
         probs_TK = self.scoring.weights(scores_TE.gather(1, ids_TK)) * self.scale
         if mask_T is not None:
             probs_TK = probs_TK.masked_fill(~mask_T[:, None], 0.0)
@@ -169,7 +172,8 @@ class TopKRouter(nn.Module):
         if self.logits_in_fp32:
             wide = torch.promote_types(x_TH.dtype, torch.float32)
             bias_E = None if self.bias is None else self.bias.to(wide)
-            return F.linear(x_TH.to(wide), self.weight.to(wide), bias_E)
+            with without_autocast(x_TH):
+                return F.linear(x_TH.to(wide), self.weight.to(wide), bias_E)
         logits_TE = F.linear(x_TH, self.weight, self.bias)
         return logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
 
@@ -182,16 +186,23 @@ class TopKRouter(nn.Module):
             ids_TK = self.tape(ids_TK)
         if ids_TK.shape != (shape := (scores_TE.shape[0], self.top_k)):
             raise ValueError(f"experts for {shape!r} tokens and choices are needed, found {tuple(ids_TK.shape)!r}")
+        if ids_TK.dtype != torch.int64:
+            raise ValueError(f"ids of experts must be torch.int64, found {ids_TK.dtype!r}; convert them by .long()")
         return ids_TK
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:  # noqa: FBT001, FBT002
-        """Move and cast as any module, but keep the bias that selects in fp32: its steps vanish in bf16."""
-        before = self.expert_bias
+        """Move and cast as any module, but keep the bias that selects in fp32: its steps vanish in bf16.
+
+        The load, which no checkpoint holds, starts at zero when it leaves the meta device.
+        """
+        before, load_was_meta = self.expert_bias, self.expert_load.is_meta
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         after = self.expert_bias
         if before is not None and after is not None and after.dtype.itemsize < torch.float32.itemsize:
             kept = after if before.is_meta else before  # what was on meta has no values to keep
             self.expert_bias = kept.to(after.device, torch.float32)
+        if load_was_meta and not self.expert_load.is_meta:
+            self.expert_load.zero_()
         return self
 
     def extra_repr(self) -> str:

@@ -7,7 +7,7 @@ Shapes: T tokens here, K experts per token, S rows sent, R rows received, H hidd
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import attrs
 import torch
@@ -19,8 +19,7 @@ from ._packed import PackedRows
 from ._rows import RowIndex, gather_rows_into, sum_rows
 
 
-@attrs.frozen
-class Route:
+class Route(NamedTuple):
     """How many rows go where."""
 
     sends: Sequence[int]

@@ -1,9 +1,15 @@
-"""Whether our Triton kernels can run."""
+"""Whether our Triton kernels can run, and where."""
 
+import functools
 import importlib.util
+from collections.abc import Callable
+from typing import Concatenate, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+
+OptionsP = ParamSpec("OptionsP")
+ResultT = TypeVar("ResultT")
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
@@ -16,3 +22,16 @@ def has_triton() -> bool:
 def has_kernels_for(x: Tensor) -> bool:
     """Whether x is on CUDA and of a dtype that is computed in fp32, and Triton is there."""
     return x.is_cuda and x.dtype in {torch.bfloat16, torch.float16, torch.float32} and _HAS_TRITON
+
+
+def on_its_device(
+    launch: Callable[Concatenate[Tensor, OptionsP], ResultT],
+) -> Callable[Concatenate[Tensor, OptionsP], ResultT]:
+    """Launch on the device of the first tensor: Triton takes the current device, which may be another GPU."""
+
+    @functools.wraps(launch)
+    def run(x: Tensor, /, *args: OptionsP.args, **options: OptionsP.kwargs) -> ResultT:
+        with torch.cuda.device_of(x):
+            return launch(x, *args, **options)
+
+    return run

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._triton import on_its_device
 from ._kernel import silu_mul_backward, silu_mul_forward
 
 MAX_BLOCK = 4096
@@ -15,6 +16,7 @@ ROWS_TIMES_BLOCK = 2048
 """Short rows share a program, until a tile has so many numbers; measured on an H200."""
 
 
+@on_its_device
 def forward(gate_NI: Tensor, up_NI: Tensor, probs_N: Tensor | None) -> Tensor:
     """``silu(gate) · up · probs``, (N, I), in the dtype of the gate."""
     rows, size = gate_NI.shape
@@ -40,6 +42,7 @@ def forward(gate_NI: Tensor, up_NI: Tensor, probs_N: Tensor | None) -> Tensor:
     return out_NI
 
 
+@on_its_device
 def backward(
     grad_NI: Tensor, gate_NI: Tensor, up_NI: Tensor, probs_N: Tensor | None, *, into: tuple[Tensor, Tensor]
 ) -> Tensor | None:

@@ -21,7 +21,13 @@ def silu_mul(gate_up: Tensor, probs: Tensor | None = None) -> Tensor:
 
     Returns:
         (..., I) in the dtype of gate_up.
+
+    Raises:
+        ValueError: The last dim of gate_up is odd, or probs has not its other dims.
     """
+    if gate_up.shape[-1] % 2:
+        raise ValueError(f"gate and up must be of one size, found both in the odd shape {tuple(gate_up.shape)!r}")
+    _check_probs(gate_up, probs)
     if not has_kernels_for(gate_up):
         gate, up = gate_up.chunk(2, dim=-1)
         return _formula(gate, up, probs)
@@ -31,7 +37,14 @@ def silu_mul(gate_up: Tensor, probs: Tensor | None = None) -> Tensor:
 
 
 def silu_mul_pair(gate: Tensor, up: Tensor, probs: Tensor | None = None) -> Tensor:
-    """See `silu_mul`; gate and up, both (..., I), are apart."""
+    """See `silu_mul`; gate and up, both (..., I), are apart.
+
+    Raises:
+        ValueError: They differ in shape, or probs has not their other dims.
+    """
+    if gate.shape != up.shape:
+        raise ValueError(f"gate and up must have one shape, found {tuple(gate.shape)!r} and {tuple(up.shape)!r}")
+    _check_probs(gate, probs)
     if not has_kernels_for(gate):
         return _formula(gate, up, probs)
     size = gate.shape[-1]
@@ -39,6 +52,12 @@ def silu_mul_pair(gate: Tensor, up: Tensor, probs: Tensor | None = None) -> Tens
         gate.reshape(-1, size), up.reshape(-1, size), None if probs is None else probs.reshape(-1)
     )
     return out.view(gate.shape)
+
+
+def _check_probs(rows: Tensor, probs: Tensor | None) -> None:
+    """A kernel would read beyond the end."""
+    if probs is not None and probs.shape != rows.shape[:-1]:
+        raise ValueError(f"rows {tuple(rows.shape)!r} need as many probabilities, found {tuple(probs.shape)!r}")
 
 
 def _formula(gate: Tensor, up: Tensor, probs: Tensor | None) -> Tensor:
@@ -106,7 +125,7 @@ class _SiluMul(torch.autograd.Function):
         return out_NI
 
     @staticmethod
-    def backward(ctx: Any, grad_NI: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         operands = ctx.saved_tensors
-        gradients = _backward_op(grad_NI, *operands)
+        gradients = _backward_op(*upstream, *operands)
         return tuple(None if x is None else gradient for x, gradient in zip(operands, gradients))

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._triton import on_its_device
 from ._kernel import copy_to_rows, count_destinations, mark_ranks, place_slots, sum_to_tokens, weigh_to_rows
 
 SLOTS_OF_A_BLOCK = 128
@@ -16,6 +17,7 @@ TOKENS_OF_A_BLOCK = 64
 MAX_BLOCK = 2048
 
 
+@on_its_device
 def sort_by_counting(destination_TK: Tensor, destinations: int, first: int) -> tuple[Tensor, Tensor]:
     """Row of each slot and rows of each destination; see `group_by_destination`."""
     destination_TK = destination_TK.contiguous()
@@ -52,6 +54,7 @@ def sort_by_counting(destination_TK: Tensor, destinations: int, first: int) -> t
     return row_TK, count_DB.sum(1, dtype=torch.int32)
 
 
+@on_its_device
 def ranks_of_tokens(ids_TK: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """See the function of this name."""
     ids_TK = ids_TK.contiguous()
@@ -76,6 +79,7 @@ def ranks_of_tokens(ids_TK: Tensor, experts: int, ranks: int) -> tuple[Tensor, T
     return rank_TP, count_P2B.sum(2)
 
 
+@on_its_device
 def gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, out_NH: Tensor) -> Tensor | None:
     """Copy tokens to their rows in ``out_NH``, whose rows may lie apart; give the probabilities of the rows (N,)."""
     tokens, size = x_TH.shape
@@ -102,6 +106,7 @@ def gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, out_NH: Tensor
     return out_probs_N
 
 
+@on_its_device
 def add_up(
     y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor
 ) -> tuple[Tensor, Tensor | None]:
@@ -133,6 +138,7 @@ def add_up(
     return out_TH, out_probs_TK
 
 
+@on_its_device
 def weigh(grad_TH: Tensor, y_NH: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weights of a weighted sum."""
     grad_y_NH = torch.empty_like(y_NH, memory_format=torch.contiguous_format)

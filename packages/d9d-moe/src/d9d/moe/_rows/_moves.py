@@ -109,7 +109,8 @@ class _GatherRows(torch.autograd.Function):
         return x_NH, probs_N
 
     @staticmethod
-    def backward(ctx: Any, grad_NH: Tensor, grad_probs_N: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        grad_NH, grad_probs_N = upstream
         (row_TK,) = ctx.saved_tensors
         grad_TH, grad_probs_TK = _sum(grad_NH, None, grad_probs_N if ctx.has_probs else None, row_TK)
         return grad_TH, grad_probs_TK if ctx.has_probs else None, None, None
@@ -124,7 +125,8 @@ class _SumRows(torch.autograd.Function):
         return tokens_TH
 
     @staticmethod
-    def backward(ctx: Any, grad_TH: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
+        (grad_TH,) = upstream
         row_TK, *weighted = ctx.saved_tensors
         if weighted:
             return *_weigh(grad_TH, *weighted, row_TK), None
