@@ -138,14 +138,13 @@ def test_results_are_the_same_bits_every_time():
     assert all(torch.equal(a, b) for later in found[1:] for a, b in zip(found[0], later))
 
 
-@pytest.mark.parametrize("length", [5, 64])
-def test_the_compiled_router_on_cuda_equals_eager(length):
+def test_the_compiled_router_on_cuda_equals_eager():
     torch._dynamo.reset()
     torch.manual_seed(0)
     eager = deepseek().router.cuda()
     compiled = copy.deepcopy(eager)
     run = torch.compile(compiled, fullgraph=True, dynamic=True)
-    x = torch.randn(2, length, HIDDEN, device="cuda", requires_grad=True)
+    x = torch.randn(2, 37, HIDDEN, device="cuda", requires_grad=True)
     outputs = []
     for call in (eager, run):
         routing = call(x)
