@@ -351,6 +351,54 @@ def test_a_mask_is_worked_out_once_per_shape():
     ]
 
 
+def test_a_mask_keeps_what_was_derived_for_the_last_shape_alone(config):
+    backend, mask = config.build(), AttentionMask(window=2)
+    for length in (5, 3, 6, 3):
+        q = torch.randn(1, length, 2, 8)
+        torch.testing.assert_close(
+            backend(q, q, q, mask, scale=1.0), EAGER(q, q, q, AttentionMask(window=2), scale=1.0)
+        )
+    assert len(mask._known) <= 1
+
+
+@pytest.mark.parametrize("kind", ["eager", "torch"])
+@pytest.mark.parametrize("lengths", [(0, 3, 3), (1, 0, 0), (1, 0, 3), (1, 3, 0)])
+def test_nothing_to_attend_is_no_error(kind, lengths):
+    batch, queries, keys = lengths
+    q = torch.randn(batch, queries, 4, 8, requires_grad=True)
+    k, v = (torch.randn(batch, keys, 2, dim, requires_grad=True) for dim in (8, 6))
+    for mask in (AttentionMask(), AttentionMask(causal=False), AttentionMask(window=2)):
+        out = CONFIGS[kind].build()(q, k, v, mask, scale=1.0)
+        assert out.shape == (batch, queries, 4, 6)
+        assert (out == 0).all()
+        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_eager_is_as_precise_under_autocast():
+    q, k, v = (torch.randn(1, 6, h, 8) for h in (4, 2, 2))
+    expected = EAGER.with_lse(q, k, v, AttentionMask(), scale=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = EAGER.with_lse(q, k, v, AttentionMask(), scale=0.5)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+def test_a_mask_of_another_shape_says_so(config):
+    backend = config.build()
+    q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 5, 2, 8)
+    for lengths, found in (([[10]], "10"), ([[5, 5, 5]] * 2, "30")):
+        mask = AttentionMask(documents=Documents.from_lengths(lengths))
+        with pytest.raises(ValueError, match=f"documents of {found} positions.* do not fit into 2 rows of 5"):
+            backend(q, k, k, mask, scale=1.0)
+    if not can(config, Feature.BOOLEAN_BIAS):
+        return
+    for shape in ((2, 5), (3, 1, 5, 5), (2, 1, 1, 6), (1, 1, 2, 1, 5)):
+        for dtype in (torch.bool, torch.float32):
+            mask = AttentionMask(bias=torch.ones(shape, dtype=dtype))
+            with pytest.raises(ValueError, match=r"not broadcastable to \(2, heads, 5, 5\)"):
+                backend(q, k, k, mask, scale=1.0)
+
+
 def test_a_mask_of_an_evaluation_serves_training(config):
     backend, mask = config.build(), AttentionMask(window=2)
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
@@ -369,6 +417,8 @@ def test_bad_masks_say_what_is_wrong():
         Documents.from_lengths([[3], [4]])
     with pytest.raises(ValueError, match="must be positive"):
         Documents.from_lengths([[3, 0]])
+    with pytest.raises(ValueError, match="cu_seqlens must be int32 .*, found torch.int64"):
+        Documents(torch.tensor([0, 3]), 3)
     mask = AttentionMask(documents=Documents.from_lengths([[3]]))
     with pytest.raises(ValueError, match="as many queries as keys, found 1 and 3"):
         EAGER(torch.zeros(1, 1, 1, 2), torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2), mask, scale=1.0)
