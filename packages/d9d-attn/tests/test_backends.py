@@ -1,6 +1,7 @@
 """Backends agree with an oracle written from the definition, in values and gradients."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -282,6 +283,27 @@ def test_more_queries_than_keys_leave_the_first_without_any(config):
     gradients = torch.autograd.grad(out.sum(), (q, k, v))
     assert all(g.isfinite().all() for g in gradients)
     assert (gradients[0][:, :2] == 0).all()
+
+
+def test_a_second_derivative_is_right_or_an_error(config):
+    if config.kind == "flex":
+        pytest.skip("compiled, torch refuses; spelled out it is torch's own and wrong")
+    q, k, v = (torch.randn(1, 4, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if can(config, Feature.SINKS) else None
+    backend, inputs = config.build(), [q, k, v] if sinks is None else [q, k, v, sinks]
+
+    def second(attend):
+        first = torch.autograd.grad(attend().square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    mask = AttentionMask()
+    expected = second(lambda: oracle(q, k, v, mask, 0.5, sinks)[0])
+    try:
+        found = second(lambda: backend(q, k, v, mask, scale=0.5, sinks_H=sinks))
+    except RuntimeError as error:
+        assert re.search("not implemented|create_graph=True asks for", str(error))  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 def test_dropout_drops_weights_and_divides_the_others(config):

@@ -40,7 +40,7 @@ class FlexAttentionConfig(AttentionBackendConfig):
         max_head_dim=256,
     )
 
-    compiled: bool = True
+    compiled: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
     """Whether to compile it; without, it holds all scores, and is for tests."""
 
     kernel_options: dict[str, Any] | None = None
