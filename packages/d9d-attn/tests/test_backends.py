@@ -444,5 +444,7 @@ def test_bad_masks_say_what_is_wrong():
     mask = AttentionMask(documents=Documents.from_lengths([[3]]))
     with pytest.raises(ValueError, match="as many queries as keys, found 1 and 3"):
         EAGER(torch.zeros(1, 1, 1, 2), torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2), mask, scale=1.0)
+    with pytest.raises(ValueError, match=r"a value for each key, found keys of the shape \(1, 3, 1, 2\)"):
+        TORCH(*[torch.zeros(1, 3, 1, 2)] * 2, torch.zeros(1, 2, 1, 2), AttentionMask(), scale=1.0)
     with pytest.raises(ValueError, match="'torch' has no sinks and no soft cap; use 'flex' or 'eager'"):
         TORCH(*[torch.zeros(1, 1, 1, 2)] * 3, AttentionMask(), scale=1.0, sinks_H=torch.zeros(1))

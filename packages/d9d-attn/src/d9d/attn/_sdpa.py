@@ -127,8 +127,13 @@ class TorchAttention:
         """Attend; see AttentionBackend.
 
         Raises:
-            ValueError: Sinks or a soft cap are given.
+            ValueError: Sinks or a soft cap are given, or there are not as many keys as values.
         """
+        if k_BTGD.shape[:3] != v_BTGE.shape[:3]:  # on CPU torch says nothing
+            raise ValueError(
+                f"there must be a value for each key, found keys of the shape {tuple(k_BTGD.shape)!r} and values of "
+                f"{tuple(v_BTGE.shape)!r}"
+            )
         if sinks_H is not None or soft_cap is not None:
             raise ValueError("the attention backend 'torch' has no sinks and no soft cap; use 'flex' or 'eager'")
         if self._suits_varlen(q_BSHD, v_BTGE, mask, dropout):
