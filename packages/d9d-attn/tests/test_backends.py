@@ -1,6 +1,7 @@
 """Backends agree with an oracle written from the definition, in values and gradients."""
 
 import math
+import re
 
 import pytest
 import torch
@@ -284,6 +285,27 @@ def test_more_queries_than_keys_leave_the_first_without_any(config):
     assert (gradients[0][:, :2] == 0).all()
 
 
+def test_a_second_derivative_is_right_or_an_error(config):
+    if config.kind == "flex":
+        pytest.skip("compiled, torch refuses; spelled out it is torch's own and wrong")
+    q, k, v = (torch.randn(1, 4, h, 8, dtype=torch.float64, requires_grad=True) for h in (4, 2, 2))
+    sinks = torch.randn(4, dtype=torch.float64, requires_grad=True) if can(config, Feature.SINKS) else None
+    backend, inputs = config.build(), [q, k, v] if sinks is None else [q, k, v, sinks]
+
+    def second(attend):
+        first = torch.autograd.grad(attend().square().sum(), inputs, create_graph=True)
+        return torch.autograd.grad(sum(x.square().sum() for x in first), inputs)
+
+    mask = AttentionMask()
+    expected = second(lambda: oracle(q, k, v, mask, 0.5, sinks)[0])
+    try:
+        found = second(lambda: backend(q, k, v, mask, scale=0.5, sinks_H=sinks))
+    except RuntimeError as error:
+        assert re.search("not implemented|create_graph=True asks for", str(error))  # noqa: PT017
+    else:
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
 def test_dropout_drops_weights_and_divides_the_others(config):
     keys = 24
     q, k = (torch.randn(1, keys, 1, 8, requires_grad=True) for _ in range(2))
@@ -351,6 +373,54 @@ def test_a_mask_is_worked_out_once_per_shape():
     ]
 
 
+def test_a_mask_keeps_what_was_derived_for_the_last_shape_alone(config):
+    backend, mask = config.build(), AttentionMask(window=2)
+    for length in (5, 3, 6, 3):
+        q = torch.randn(1, length, 2, 8)
+        torch.testing.assert_close(
+            backend(q, q, q, mask, scale=1.0), EAGER(q, q, q, AttentionMask(window=2), scale=1.0)
+        )
+    assert len(mask._known) <= 1
+
+
+@pytest.mark.parametrize("kind", ["eager", "torch"])
+@pytest.mark.parametrize("lengths", [(0, 3, 3), (1, 0, 0), (1, 0, 3), (1, 3, 0)])
+def test_nothing_to_attend_is_no_error(kind, lengths):
+    batch, queries, keys = lengths
+    q = torch.randn(batch, queries, 4, 8, requires_grad=True)
+    k, v = (torch.randn(batch, keys, 2, dim, requires_grad=True) for dim in (8, 6))
+    for mask in (AttentionMask(), AttentionMask(causal=False), AttentionMask(window=2)):
+        out = CONFIGS[kind].build()(q, k, v, mask, scale=1.0)
+        assert out.shape == (batch, queries, 4, 6)
+        assert (out == 0).all()
+        assert all((g == 0).all() for g in torch.autograd.grad(out.sum(), (q, k, v)))
+
+
+def test_eager_is_as_precise_under_autocast():
+    q, k, v = (torch.randn(1, 6, h, 8) for h in (4, 2, 2))
+    expected = EAGER.with_lse(q, k, v, AttentionMask(), scale=0.5)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = EAGER.with_lse(q, k, v, AttentionMask(), scale=0.5)
+    for a, b in zip(found, expected):
+        assert torch.equal(a, b)
+
+
+def test_a_mask_of_another_shape_says_so(config):
+    backend = config.build()
+    q, k = torch.zeros(2, 5, 4, 8), torch.zeros(2, 5, 2, 8)
+    for lengths, found in (([[10]], "10"), ([[5, 5, 5]] * 2, "30")):
+        mask = AttentionMask(documents=Documents.from_lengths(lengths))
+        with pytest.raises(ValueError, match=f"documents of {found} positions.* do not fit into 2 rows of 5"):
+            backend(q, k, k, mask, scale=1.0)
+    if not can(config, Feature.BOOLEAN_BIAS):
+        return
+    for shape in ((2, 5), (3, 1, 5, 5), (2, 1, 1, 6), (1, 1, 2, 1, 5)):
+        for dtype in (torch.bool, torch.float32):
+            mask = AttentionMask(bias=torch.ones(shape, dtype=dtype))
+            with pytest.raises(ValueError, match=r"not broadcastable to \(2, heads, 5, 5\)"):
+                backend(q, k, k, mask, scale=1.0)
+
+
 def test_a_mask_of_an_evaluation_serves_training(config):
     backend, mask = config.build(), AttentionMask(window=2)
     q = torch.randn(1, 4, 2, 8, requires_grad=True)
@@ -369,8 +439,12 @@ def test_bad_masks_say_what_is_wrong():
         Documents.from_lengths([[3], [4]])
     with pytest.raises(ValueError, match="must be positive"):
         Documents.from_lengths([[3, 0]])
+    with pytest.raises(ValueError, match="cu_seqlens must be int32 .*, found torch.int64"):
+        Documents(torch.tensor([0, 3]), 3)
     mask = AttentionMask(documents=Documents.from_lengths([[3]]))
     with pytest.raises(ValueError, match="as many queries as keys, found 1 and 3"):
         EAGER(torch.zeros(1, 1, 1, 2), torch.zeros(1, 3, 1, 2), torch.zeros(1, 3, 1, 2), mask, scale=1.0)
+    with pytest.raises(ValueError, match=r"a value for each key, found keys of the shape \(1, 3, 1, 2\)"):
+        TORCH(*[torch.zeros(1, 3, 1, 2)] * 2, torch.zeros(1, 2, 1, 2), AttentionMask(), scale=1.0)
     with pytest.raises(ValueError, match="'torch' has no sinks and no soft cap; use 'flex' or 'eager'"):
         TORCH(*[torch.zeros(1, 1, 1, 2)] * 3, AttentionMask(), scale=1.0, sinks_H=torch.zeros(1))

@@ -144,6 +144,15 @@ def test_state_names_and_reset():
     assert all(p.is_meta for p in meta.parameters())
 
 
+@pytest.mark.parametrize("sinks", [False, True])
+def test_a_block_runs_on_meta(sinks):
+    block = GroupedQueryAttention(attrs.evolve(CONFIG, sinks=sinks)).to("meta")
+    cos, sin = ROTARY(torch.arange(5, device="meta")[None])
+    y = block(torch.randn(2, 5, 32, device="meta"), cos=cos, sin=sin, mask=AttentionMask(window=2))
+    assert y.is_meta
+    assert y.shape == (2, 5, 32)
+
+
 def test_bad_shapes_are_refused():
     with pytest.raises(ValueError, match="multiple of num_kv_heads, found 4 and 3"):
         attrs.evolve(CONFIG, num_kv_heads=3)

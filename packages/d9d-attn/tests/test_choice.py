@@ -1,6 +1,8 @@
 """Which backend is chosen, and what is refused."""
 
 import contextlib
+import copy
+import pickle
 import sys
 import types
 from typing import ClassVar
@@ -23,6 +25,7 @@ from d9d.attn import (
     GroupedQueryAttentionConfig,
     TorchAttentionConfig,
     _sdpa,
+    _selection,
     attention_backends,
 )
 from d9d.attn._installed import is_installed
@@ -85,6 +88,11 @@ def test_environment_may_hold_settings(monkeypatch):
         ('{"kernels": []}', "unknown attention backend None"),
         ('{"kind": "torch", "kernel": "math"}', "do not fit the attention backend 'torch'.*'kernel'"),
         ('{"kind": "torch", "kernels": ["fast"]}', r"kernels must name some of .*found \('fast',\)"),
+        ('{"kind": "torch", "kernels": "fast"}', r"kernels must name some of .*found \('fast',\)"),
+        (
+            '{"kind": "torch", "varlen": "no"}',
+            r"do not fit the attention backend 'torch': .*'varlen' must be <class 'bool'>",
+        ),
     ],
 )
 def test_bad_environment_is_one_clear_error(monkeypatch, text, message):
@@ -173,6 +181,7 @@ def test_large_heads_and_old_devices_are_refused(registered, monkeypatch):
     assert choose(head_dim=128).config.kind == "planned"
     with pytest.raises(ValueError, match="takes head dims up to 128 only, not 192"):
         choose("planned", head_dim=192)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(ValueError, match=r"needs compute capability \(9, 0\), found \(8, 6\)"):
         choose("planned", device_type="cuda")
@@ -228,6 +237,37 @@ def test_a_block_chooses_by_device_and_dtype_and_logs_the_reason(registered, cap
     (record,) = caplog.records
     assert "TorchAttentionConfig" in record.message
     assert "'planned' runs on ['cuda'] only, not on 'cpu'" in record.message
+
+
+def test_a_copy_of_a_block_chooses_anew(monkeypatch):
+    x, table = torch.randn(1, 3, 8), torch.ones(1, 3, 4)
+    block = GroupedQueryAttention(GroupedQueryAttentionConfig(**SHAPE, backend="eager"))
+    expected = block(x, cos=table, sin=table, mask=AttentionMask())
+    text = pickle.dumps(block)
+    monkeypatch.setattr(_selection, "_built", [])  # as in another process
+    for other in (pickle.loads(text), copy.deepcopy(block)):
+        assert torch.equal(other(x, cos=table, sin=table, mask=AttentionMask()), expected)
+
+
+def test_cuda_without_a_device_is_refused_not_an_exception(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    choice = choose(features=frozenset({Feature.SINKS}), device_type="cuda")
+    assert choice.config == EagerAttentionConfig()
+    assert "'flex' needs a CUDA device, found none" in choice.reason
+
+
+def test_flash_attention_4_takes_smaller_heads_on_blackwell(flash_packages, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for capability, refused in (((9, 0), False), ((10, 0), True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
+        refusal = FlashAttention4Config().refusal(AttentionNeed(device_type="cuda", head_dim=192))
+        assert (refusal is not None) == refused
+        assert FlashAttention4Config().refusal(AttentionNeed(device_type="cuda", head_dim=128)) is None
+
+
+def test_what_is_no_configuration_is_refused():
+    with pytest.raises(TypeError, match="must be a configuration or its kind, found {'kind': 'torch'}"):
+        choose({"kind": "torch"})
 
 
 def test_a_kind_is_registered_once(registered):

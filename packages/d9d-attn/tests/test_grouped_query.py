@@ -101,15 +101,24 @@ def test_zero_centred_norms_start_as_identity():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"window": 0}, "window must be positive or None, found 0"),
-        ({"soft_cap": -1.0}, "soft_cap must be positive or None, found -1.0"),
-        ({"value_head_dim": 0}, "value_head_dim must be positive or None, found 0"),
+        ({"window": 0}, "window must be positive, found 0"),
+        ({"soft_cap": -1.0}, "soft_cap must be positive, found -1.0"),
+        ({"value_head_dim": 0}, "value_head_dim must be positive, found 0"),
+        ({"hidden_size": 0}, "hidden_size must be positive, found 0"),
+        ({"head_dim": 0}, "head_dim must be positive, found 0"),
+        ({"num_heads": 0}, "num_heads must be positive, found 0"),
+        ({"scale": float("nan")}, "scale must be positive, found nan"),
         ({"dropout": 1.0}, r"dropout must be in \[0, 1\), found 1.0"),
     ],
 )
 def test_bad_settings_are_refused_by_name(settings, message):
     with pytest.raises(ValueError, match=f"GroupedQueryAttentionConfig.{message}"):
         attrs.evolve(PLAIN, **settings)
+
+
+def test_a_zero_centred_norm_that_is_not_there_is_refused():
+    with pytest.raises(ValueError, match="which qk_norm=False leaves out"):
+        attrs.evolve(PLAIN, zero_centered_norm=True)
 
 
 def test_what_no_backend_can_do_is_refused_when_the_block_is_built():

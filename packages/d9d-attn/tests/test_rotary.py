@@ -168,6 +168,7 @@ def test_frequencies_survive_dtypes_and_meta_and_compile_to_one_graph(scaling): 
     rotary = rotary.to_empty(device="cpu").to(torch.bfloat16)
     assert not rotary.state_dict()
     compiled = torch.compile(rotary, backend="eager", fullgraph=True)
+    assert [table.shape for table in rotary(positions[:, :0])] == [(1, 0, 16)] * 2
     for made in (rotary(positions), compiled(positions)):
         for a, b in zip(made, expected, strict=True):
             assert a.dtype == torch.float32
@@ -231,6 +232,11 @@ def test_what_cannot_be_is_refused():
             RotaryConfig(head_dim=16, rotary_dim=rotary_dim)
     with pytest.raises(ValueError, match="above low_frequency_factor, found 1.0 and 4.0"):
         Llama3Scaling(factor=8.0, original_length=64, low_frequency_factor=4.0, high_frequency_factor=1.0)
+    for base in (1.0, 0.0, -1.0, math.nan):
+        with pytest.raises(ValueError, match="'base' must be > 1.0"):
+            RotaryConfig(head_dim=16, base=base)
+    with pytest.raises(ValueError, match="beta_fast must not be below beta_slow, found 1.0 and 32.0"):
+        YarnScaling(factor=4.0, original_length=64, beta_fast=1.0, beta_slow=32.0)
     with pytest.raises(ValueError, match="rotary dim above 2"):
         RotaryEmbedding(RotaryConfig(head_dim=2, scaling=NTKScaling(factor=2.0, original_length=8)))(torch.ones(1, 1))
     q, table = torch.ones(1, 2, 3, 8), torch.ones(1, 2, 8)
@@ -238,6 +244,11 @@ def test_what_cannot_be_is_refused():
         apply_rotary(q, q, torch.ones(1, 2, 10), torch.ones(1, 2, 10))
     with pytest.raises(ValueError, match=r"both must be \(batch, positions, dim\)"):
         apply_rotary(q, q, table, table[0])
+    for shape in ((3, 2, 8), (1, 1, 8), (1, 3, 8)):
+        with pytest.raises(ValueError, match="cos must be of the same positions"):
+            apply_rotary(q, q, torch.ones(shape), torch.ones(shape))
+    with pytest.raises(ValueError, match=r"both must be \(batch, positions, dim\)"):
+        apply_rotary(q, q, torch.tensor(1.0), torch.tensor(1.0))
     with pytest.raises(ValueError, match="of the same batch and positions"):
         apply_rotary(q, q[:, :1], table, table)
     with pytest.raises(ValueError, match=r"k_weight has the shape \(4,\); it must be \(8,\)"):

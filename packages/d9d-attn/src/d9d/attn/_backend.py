@@ -138,8 +138,9 @@ class AttentionBackendConfig(BackendConfig[AttentionNeed]):
         if can.max_head_dim is not None and need.head_dim is not None and need.head_dim > can.max_head_dim:
             yield f"takes head dims up to {can.max_head_dim} only, not {need.head_dim!r}; choose another backend"
         if can.cuda_capability is not None and need.device_type == "cuda":
-            found = torch.cuda.get_device_capability()
-            if found < can.cuda_capability:
+            if not torch.cuda.is_available():
+                yield "needs a CUDA device, found none; choose another backend"
+            elif (found := torch.cuda.get_device_capability()) < can.cuda_capability:
                 yield f"needs compute capability {can.cuda_capability}, found {found}; choose another backend"
 
 

@@ -19,6 +19,7 @@ from ._backend import HALF_PRECISION, AttentionBackend, AttentionBackendConfig, 
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._mask import AttentionMask
+from ._second_derivative import refuse_second_derivative
 from ._sinks import add_sinks
 from ._varlen import Sequences, sequences_of, window_bounds
 
@@ -42,7 +43,7 @@ class FlashAttention2Config(AttentionBackendConfig):
         install="d9d-attn[flash-attn]",
     )
 
-    deterministic: bool = False
+    deterministic: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     """Whether gradients are the same in each run; slower, and takes memory."""
 
     def build(self) -> AttentionBackend:
@@ -111,6 +112,7 @@ class _Attend(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative()
         d_out_NHP = gradients[0]
         q_NHP, k_NGP, v_NGP, sinks_H, out_NHP, lse_HN, rng_state = ctx.saved_tensors
         options: _Options = ctx.options

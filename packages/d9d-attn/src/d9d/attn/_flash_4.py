@@ -8,15 +8,25 @@ from types import ModuleType
 from typing import Any, ClassVar
 
 import attrs
+import torch
 from torch import Tensor
 
-from ._backend import HALF_PRECISION, AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
+from ._backend import (
+    HALF_PRECISION,
+    AttentionBackend,
+    AttentionBackendConfig,
+    AttentionNeed,
+    Capabilities,
+    attention_backends,
+)
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._mask import AttentionMask
 from ._varlen import sequences_of, window_bounds
 
 _MODULE = "flash_attn.cute"
+_BLACKWELL_HEAD_DIM = 128
+"""Its kernels there take this range and a few pairs beyond, such as 192 and 128, of which we make no use."""
 
 
 @attrs.frozen(kw_only=True)
@@ -36,8 +46,16 @@ class FlashAttention4Config(AttentionBackendConfig):
         install="d9d-attn[flash-attn-4]",
     )
 
-    deterministic: bool = False
+    deterministic: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
     """Whether gradients are the same in each run; slower."""
+
+    def refusal(self, need: AttentionNeed) -> str | None:
+        """Say what of the need the capability table does not cover, or that a head is too large for Blackwell."""
+        if (refusal := super().refusal(need)) is not None or need.device_type != "cuda" or need.head_dim is None:
+            return refusal
+        if need.head_dim > _BLACKWELL_HEAD_DIM and torch.cuda.get_device_capability() >= (10, 0):
+            return f"takes head dims up to {_BLACKWELL_HEAD_DIM} on Blackwell, not {need.head_dim!r}; choose another"
+        return None
 
     def build(self) -> AttentionBackend:
         """Make the backend.

@@ -40,7 +40,7 @@ class FlexAttentionConfig(AttentionBackendConfig):
         max_head_dim=256,
     )
 
-    compiled: bool = True
+    compiled: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
     """Whether to compile it; without, it holds all scores, and is for tests."""
 
     kernel_options: dict[str, Any] | None = None
@@ -151,9 +151,9 @@ def block_mask_of(
     """Which blocks of positions are seen, and the function that tells inside of them; kept with the mask.
 
     Raises:
-        ValueError: There are documents, but queries and keys are not the same positions.
+        ValueError: The mask is of another shape.
     """
-    mask.check_positions(queries, keys)
+    mask.check(batch, queries, keys)
 
     def derive() -> "BlockMask | None":
         function = _mask_function(mask, batch, queries, keys)
@@ -169,7 +169,7 @@ def block_mask_of(
         )
         return blocks
 
-    return mask.kept(("blocks", batch, heads, queries, keys, device, compiled), derive)
+    return mask.kept("blocks", (batch, heads, queries, keys, device, compiled), derive)
 
 
 def _mask_function(mask: AttentionMask, batch: int, queries: int, keys: int) -> MaskFunction | None:

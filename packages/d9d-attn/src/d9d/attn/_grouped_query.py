@@ -19,7 +19,7 @@ from ._selection import BackendSelector
 
 def _check_positive(_: object, attribute: "attrs.Attribute[Any]", value: float | None) -> None:
     if value is not None and not value > 0:
-        raise ValueError(f"GroupedQueryAttentionConfig.{attribute.name} must be positive or None, found {value!r}")
+        raise ValueError(f"GroupedQueryAttentionConfig.{attribute.name} must be positive, found {value!r}")
 
 
 def _check_probability(_: object, attribute: "attrs.Attribute[float]", value: float) -> None:
@@ -34,16 +34,16 @@ class GroupedQueryAttentionConfig:
     How much of a head is rotated is said by the tables that the block is given, see `RotaryConfig.rotary_dim`.
     """
 
-    hidden_size: int
+    hidden_size: int = attrs.field(validator=_check_positive)
     """Size of the residual stream."""
 
-    num_heads: int
+    num_heads: int = attrs.field(validator=_check_positive)
     """Query heads; a multiple of num_kv_heads."""
 
-    num_kv_heads: int
+    num_kv_heads: int = attrs.field(validator=_check_positive)
     """Key and value heads."""
 
-    head_dim: int
+    head_dim: int = attrs.field(validator=_check_positive)
     """Size of each head of queries and keys."""
 
     value_head_dim: int | None = attrs.field(default=None, validator=_check_positive)
@@ -86,17 +86,19 @@ class GroupedQueryAttentionConfig:
     dropout: float = attrs.field(default=0.0, validator=_check_probability)
     """Probability by which an attention weight is dropped in training."""
 
-    scale: float | None = None
+    scale: float | None = attrs.field(default=None, validator=_check_positive)
     """Factor of the scores; None is 1/sqrt(head_dim)."""
 
     backend: AttentionBackendConfig | str | None = None
     """Attention backend or its kind; None leaves it to D9D_ATTN_BACKEND, else to the automatic choice."""
 
     def __attrs_post_init__(self) -> None:
-        if self.num_kv_heads < 1 or self.num_heads < 1 or self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads must be a multiple of num_kv_heads, found {self.num_heads!r} and {self.num_kv_heads!r}"
             )
+        if self.zero_centered_norm and not self.qk_norm:
+            raise ValueError("zero_centered_norm is about the norms of q and k, which qk_norm=False leaves out")
 
     def need(self) -> AttentionNeed:
         """What a block asks of its backend, before the mask is known."""

@@ -13,6 +13,15 @@ from torch import Tensor
 from ._feature import Feature
 
 DerivedT = TypeVar("DerivedT")
+_NOTHING = object()
+
+
+def _check_starts(_: object, attribute: "attrs.Attribute[Tensor]", value: Tensor) -> None:
+    if value.ndim != 1 or value.dtype != torch.int32:
+        raise ValueError(
+            f"Documents.{attribute.name} must be int32 of the shape (documents + 1,), found {value.dtype} of "
+            f"{tuple(value.shape)!r}"
+        )
 
 
 @attrs.frozen(eq=False)
@@ -23,7 +32,7 @@ class Documents:
     nothing sees them, and attention gives zeros there.
     """
 
-    cu_seqlens: Tensor
+    cu_seqlens: Tensor = attrs.field(validator=_check_starts)
     """int32, (documents + 1), on the device of the batch: where each document starts, and where the last one ends."""
 
     max_length: int
@@ -70,7 +79,8 @@ class Visibility(NamedTuple):
 class AttentionMask:
     """All restrictions on what a query sees, in one value; a key is seen if every part allows it.
 
-    Make one value per batch and pass it to all layers: what backends derive from it is kept with it.
+    Make one value per batch and pass it to all layers: what backends derive from it is kept with it, for the last shape
+    asked for. Do not write into its tensors.
 
     Raises:
         ValueError: The window is below 1, or the bias neither bool nor floating.
@@ -88,7 +98,7 @@ class AttentionMask:
     bias: Tensor | None = None
     """Broadcastable to (B, H, S, T): bool (True may be seen), or a float added to the scaled scores (−inf hides)."""
 
-    _known: dict[Hashable, Any] = attrs.field(factory=dict, init=False, repr=False)
+    _known: dict[str, tuple[Hashable, Any]] = attrs.field(factory=dict, init=False, repr=False)
 
     # Spelled out because torch.compile cannot follow the one that attrs writes for a frozen class.
     def __init__(
@@ -138,43 +148,61 @@ class AttentionMask:
         if window is None or (self.window is not None and self.window <= window):
             return self
         return self.kept(
-            ("within", window),
+            f"within {window}",
+            None,
             lambda: AttentionMask(causal=self.causal, window=window, documents=self.documents, bias=self.bias),
         )
 
-    def kept(self, key: Hashable, derive: Callable[[], DerivedT]) -> DerivedT:
-        """What ``derive`` makes of this mask, made once per key and then kept with the mask.
+    def kept(self, name: str, shape: Hashable, derive: Callable[[], DerivedT]) -> DerivedT:
+        """What ``derive`` makes of this mask, kept with it until it is asked for in another shape.
 
         torch.compile sees the making in each layer, and finds that they are the same.
         """
         if torch.compiler.is_compiling():
             return derive()
-        if key not in self._known:
+        made_for, derived = self._known.get(name, (_NOTHING, None))
+        if made_for != shape:
             # It is kept: made as an inference tensor, it would be refused by a later training step.
             with torch.inference_mode(mode=False), torch.no_grad():
-                self._known[key] = derive()
-        derived: DerivedT = self._known[key]
-        return derived
+                derived = derive()
+            self._known[name] = shape, derived
+        found: DerivedT = derived
+        return found
 
     def visibility(self, *, batch: int, queries: int, keys: int, device: torch.device) -> Visibility:
         """Work out who sees whom, once per shape and device.
 
         Raises:
-            ValueError: There are documents, but queries and keys are not the same positions.
+            ValueError: The mask is of another shape.
         """
-        self.check_positions(queries, keys)
+        self.check(batch, queries, keys)
         return self.kept(
-            ("visibility", batch, queries, keys, device), lambda: self._compute(batch, queries, keys, device)
+            "visibility", (batch, queries, keys, device), lambda: self._compute(batch, queries, keys, device)
         )
 
-    def check_positions(self, queries: int, keys: int) -> None:
-        """Refuse documents of which only the last positions have queries.
+    def check(self, batch: int, queries: int, keys: int) -> None:
+        """Refuse a mask of another shape, as far as the host knows shapes.
 
         Raises:
-            ValueError: There are documents, but queries and keys are not the same positions.
+            ValueError: There are documents, but queries and keys are not the same positions; the documents do not fit
+                in, or the bias is not broadcastable.
         """
-        if self.documents is not None and queries != keys:
-            raise ValueError(f"documents need as many queries as keys, found {queries!r} and {keys!r}")
+        if (documents := self.documents) is not None:
+            if queries != keys:
+                raise ValueError(f"documents need as many queries as keys, found {queries!r} and {keys!r}")
+            total = documents.total_length
+            if documents.max_length > keys or (total is not None and total > batch * keys):
+                raise ValueError(
+                    f"documents of {total!r} positions, the longest of {documents.max_length!r}, do not fit into "
+                    f"{batch!r} rows of {keys!r}; make documents for this very batch"
+                )
+        if (bias := self.bias) is not None:
+            expected = {-4: batch, -2: queries, -1: keys}
+            if bias.ndim > 4 or any(-dim <= bias.ndim and bias.shape[dim] not in {1, n} for dim, n in expected.items()):
+                raise ValueError(
+                    f"AttentionMask.bias has the shape {tuple(bias.shape)!r}, which is not broadcastable to "
+                    f"({batch!r}, heads, {queries!r}, {keys!r}); a mask of keys is (batch, 1, 1, keys)"
+                )
 
     def _compute(self, batch: int, queries: int, keys: int, device: torch.device) -> Visibility:
         key_T = torch.arange(keys, device=device)

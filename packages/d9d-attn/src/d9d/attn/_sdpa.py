@@ -5,6 +5,7 @@ Shapes as in AttentionBackend.
 
 import contextlib
 import inspect
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 import attrs
@@ -39,6 +40,10 @@ FLASH_IMPLEMENTATIONS = {"FA3": "flash_attn_interface", "FA4": "flash_attn.cute"
 """What torch can put in the place of its FlashAttention 2, and the module each needs."""
 
 
+def _names(value: Iterable[str] | str) -> tuple[str, ...]:
+    return (value,) if isinstance(value, str) else tuple(value)
+
+
 def _check_kernels(_: object, attribute: "attrs.Attribute[tuple[str, ...]]", value: tuple[str, ...]) -> None:
     if not value or not set(value) <= KERNELS.keys():
         raise ValueError(f"{attribute.name} must name some of {list(KERNELS)}, found {value!r}")
@@ -59,7 +64,7 @@ class TorchAttentionConfig(AttentionBackendConfig):
 
     kernels: tuple[str, ...] | None = attrs.field(
         default=None,
-        converter=attrs.converters.optional(tuple),
+        converter=attrs.converters.optional(_names),
         validator=attrs.validators.optional(_check_kernels),
     )
     """CUDA kernels to try without a mask, best first. None is torch's own order: since 2.11 that is cuDNN first on
@@ -67,12 +72,12 @@ class TorchAttentionConfig(AttentionBackendConfig):
     is wrong for lengths that are no multiple of 128 (pytorch#169849)."""
 
     masked_kernels: tuple[str, ...] = attrs.field(
-        default=("efficient", "math"), converter=tuple, validator=_check_kernels
+        default=("efficient", "math"), converter=_names, validator=_check_kernels
     )
     """CUDA kernels that may run with a mask, in torch's order. FlashAttention takes none; cuDNN's gradient of q can be
     NaN with one (pytorch#196678), and it has no gradient for a bias."""
 
-    varlen: bool = True
+    varlen: bool = attrs.field(default=True, validator=attrs.validators.instance_of(bool))
     """Whether windows and documents take varlen_attn where they can."""
 
     flash_implementation: str | None = attrs.field(
@@ -122,8 +127,13 @@ class TorchAttention:
         """Attend; see AttentionBackend.
 
         Raises:
-            ValueError: Sinks or a soft cap are given.
+            ValueError: Sinks or a soft cap are given, or there are not as many keys as values.
         """
+        if k_BTGD.shape[:3] != v_BTGE.shape[:3]:  # on CPU torch says nothing
+            raise ValueError(
+                f"there must be a value for each key, found keys of the shape {tuple(k_BTGD.shape)!r} and values of "
+                f"{tuple(v_BTGE.shape)!r}"
+            )
         if sinks_H is not None or soft_cap is not None:
             raise ValueError("the attention backend 'torch' has no sinks and no soft cap; use 'flex' or 'eager'")
         if self._suits_varlen(q_BSHD, v_BTGE, mask, dropout):

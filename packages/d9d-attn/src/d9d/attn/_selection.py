@@ -33,6 +33,10 @@ class BackendSelector:
     def __attrs_post_init__(self) -> None:
         attention_backends.choose(self.asked, self.need)
 
+    def __reduce__(self) -> tuple[type["BackendSelector"], tuple[object, ...]]:
+        """What was chosen is of this process, and of its environment: a copy chooses anew."""
+        return BackendSelector, (self.asked, self.need)
+
     def backend(self, q: Tensor, mask: AttentionMask) -> AttentionBackend:
         """The backend for queries such as these.
 

@@ -55,9 +55,9 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
     """The documents of the mask, or the rows of the batch if it has none; kept with the mask.
 
     Raises:
-        ValueError: There are documents, but queries and keys are not the same positions.
+        ValueError: The mask is of another shape.
     """
-    mask.check_positions(queries, keys)
+    mask.check(batch, queries, keys)
 
     def derive() -> Sequences:
         if (documents := mask.documents) is not None:
@@ -70,7 +70,7 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
         cu_queries = row * queries
         return Sequences(cu_queries, cu_queries if queries == keys else row * keys, queries, keys, None)
 
-    return mask.kept(("sequences", batch, queries, keys, device), derive)
+    return mask.kept("sequences", (batch, queries, keys, device), derive)
 
 
 def window_bounds(mask: AttentionMask) -> tuple[int | None, int | None]:

@@ -13,7 +13,8 @@ from typing import Any, Protocol, TypeAlias
 import attrs
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
+
+from ._second_derivative import refuse_second_derivative
 
 Gradients: TypeAlias = tuple[Tensor | None, ...]
 
@@ -93,7 +94,6 @@ class _Inputs(torch.autograd.Function):
         return _stand_ins(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> Gradients:
         meeting: _Meeting = ctx.meeting
         weights, meeting.is_whole = meeting.is_whole, False
@@ -111,7 +111,6 @@ class _Weights(torch.autograd.Function):
         return _stand_ins(outputs)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> Gradients:
         meeting: _Meeting = ctx.meeting
         gradients, meeting.left, meeting.is_whole = meeting.left, None, False
@@ -129,8 +128,8 @@ class _Join(torch.autograd.Function):
         return outputs
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *upstream: Tensor | None) -> Gradients:
+        refuse_second_derivative()
         meeting: _Meeting = ctx.meeting
         meeting.left = None
         # As `torch.autograd.graph.register_multi_grad_hook` asks the engine; nothing public tells.

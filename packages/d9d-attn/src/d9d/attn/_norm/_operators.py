@@ -22,13 +22,14 @@ def rms_norm_operator(
     """The norm (..., D), the sum where there is a residual, and 1 / root mean square (...), fp32."""
     from ._launch import normalize  # noqa: PLC0415 - imports Triton, which takes a second
 
-    y, total, rstd = normalize(
-        rows_of(x),
-        None if residual is None else rows_of(residual),
-        weight_D.contiguous(),
-        eps=eps,
-        zero_centered=zero_centered,
-    )
+    with torch.cuda.device_of(x):  # Triton launches on the current device
+        y, total, rstd = normalize(
+            rows_of(x),
+            None if residual is None else rows_of(residual),
+            weight_D.contiguous(),
+            eps=eps,
+            zero_centered=zero_centered,
+        )
     return (
         y.view(x.shape),
         x.new_empty(0) if residual is None else total.view(x.shape),
@@ -59,16 +60,17 @@ def rms_norm_backward_operator(  # noqa: PLR0917 - operators take no keywords fr
     """The gradients of x, which is the sum where there is a residual, and of the weight; empty if not asked for."""
     from ._launch import differentiate  # noqa: PLC0415
 
-    dx, dweight = differentiate(
-        rows_of(torch.zeros_like(x) if dy is None else dy),
-        None if dtotal is None else rows_of(dtotal),
-        rows_of(x),
-        weight_D.contiguous(),
-        rstd.flatten(),
-        zero_centered=zero_centered,
-        inputs=inputs,
-        weights=weights,
-    )
+    with torch.cuda.device_of(x):
+        dx, dweight = differentiate(
+            rows_of(torch.zeros_like(x) if dy is None else dy),
+            None if dtotal is None else rows_of(dtotal),
+            rows_of(x),
+            weight_D.contiguous(),
+            rstd.flatten(),
+            zero_centered=zero_centered,
+            inputs=inputs,
+            weights=weights,
+        )
     return only(None if dx is None else dx.view(x.shape), x), only(dweight, weight_D)
 
 

@@ -38,7 +38,8 @@ def norm_and_rotate(
     Args:
         q_BSHD: Queries; like keys, a strided view such as a part of a fused projection is fine.
         k_BSGD: Keys.
-        cos_BSR: From `RotaryEmbedding`; entries i and i + R / 2 are the same, and only the first half is read.
+        cos_BSR: From `RotaryEmbedding`, where B may be 1; entries i and i + R / 2 are the same, and only the first
+            half is read.
         sin_BSR: Likewise.
         q_weight: (D,), of the norm of q; None leaves the norm out.
         k_weight: (D,), of the norm of k; None leaves the norm out.
@@ -110,12 +111,6 @@ def _has_kernel(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, weights: tuple[T
 
 
 def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
-    rotary_dim, head_dim = cos.shape[-1], q.shape[-1]
-    if rotary_dim > head_dim or rotary_dim % 2 or k.shape[-1] != head_dim:
-        raise ValueError(
-            f"q has the shape {tuple(q.shape)!r}, k {tuple(k.shape)!r} and cos {tuple(cos.shape)!r}: heads of q and k "
-            "must be equally large, and the last dim of cos even and no larger"
-        )
     if q.ndim != 4 or k.ndim != 4 or q.shape[:2] != k.shape[:2]:
         raise ValueError(
             f"q has the shape {tuple(q.shape)!r} and k {tuple(k.shape)!r}; both must be (batch, positions, heads, "
@@ -124,6 +119,17 @@ def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> None:
     if cos.shape != sin.shape or cos.ndim != 3:
         raise ValueError(
             f"cos has the shape {tuple(cos.shape)!r} and sin {tuple(sin.shape)!r}; both must be (batch, positions, dim)"
+        )
+    if cos.shape[0] not in {1, q.shape[0]} or cos.shape[1] != q.shape[1]:
+        raise ValueError(
+            f"q has the shape {tuple(q.shape)!r} and cos {tuple(cos.shape)!r}; cos must be of the same positions, and "
+            "of the same batch or of a batch of one"
+        )
+    rotary_dim, head_dim = cos.shape[-1], q.shape[-1]
+    if rotary_dim > head_dim or rotary_dim % 2 or k.shape[-1] != head_dim:
+        raise ValueError(
+            f"q has the shape {tuple(q.shape)!r}, k {tuple(k.shape)!r} and cos {tuple(cos.shape)!r}: heads of q and k "
+            "must be equally large, and the last dim of cos even and no larger"
         )
 
 

@@ -27,7 +27,8 @@ def norm_and_rotate_operator(  # noqa: PLR0917 - operators take no keywords from
     from ._launch import Flavour, turn  # noqa: PLC0415 - imports Triton, which takes a second
 
     flavour = Flavour(eps=eps, zero_centered=zero_centered, interleaved=interleaved)
-    return turn(q_BSHD, k_BSGD, cos_BSR, sin_BSR, _dense(q_weight_D), _dense(k_weight_D), flavour)
+    with torch.cuda.device_of(q_BSHD):  # Triton launches on the current device
+        return turn(q_BSHD, k_BSGD, cos_BSR, sin_BSR, _dense(q_weight_D), _dense(k_weight_D), flavour)
 
 
 @norm_and_rotate_operator.register_fake
@@ -56,22 +57,23 @@ def norm_and_rotate_backward_operator(  # noqa: PLR0917
 
     flavour = Flavour(eps=eps, zero_centered=zero_centered, interleaved=interleaved)
     of_inputs, of_weights = None, None
-    if q_BSHD is None or k_BSGD is None:
-        of_inputs = turn(dq_out_BSHD, dk_out_BSGD, cos_BSR, sin_BSR, None, None, flavour, backwards=True)
-    else:
-        of_inputs, of_weights = differentiate(
-            dq_out_BSHD,
-            dk_out_BSGD,
-            q_BSHD,
-            k_BSGD,
-            cos_BSR,
-            sin_BSR,
-            _dense(q_weight_D),
-            _dense(k_weight_D),
-            flavour,
-            inputs=inputs,
-            weights=weights,
-        )
+    with torch.cuda.device_of(dq_out_BSHD):
+        if q_BSHD is None or k_BSGD is None:
+            of_inputs = turn(dq_out_BSHD, dk_out_BSGD, cos_BSR, sin_BSR, None, None, flavour, backwards=True)
+        else:
+            of_inputs, of_weights = differentiate(
+                dq_out_BSHD,
+                dk_out_BSGD,
+                q_BSHD,
+                k_BSGD,
+                cos_BSR,
+                sin_BSR,
+                _dense(q_weight_D),
+                _dense(k_weight_D),
+                flavour,
+                inputs=inputs,
+                weights=weights,
+            )
     dq, dk = of_inputs or (None, None)
     dq_weight, dk_weight = of_weights or (None, None)
     weight = q_weight_D if q_weight_D is not None else k_weight_D

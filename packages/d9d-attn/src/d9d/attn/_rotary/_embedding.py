@@ -17,8 +17,8 @@ class RotaryConfig:
     head_dim: int
     """Size of a head; even."""
 
-    base: float = 10_000.0
-    """Dim pair i turns by ``base ** (-2 i / rotary_dim)`` radians per position."""
+    base: float = attrs.field(default=10_000.0, validator=attrs.validators.gt(1.0))
+    """Dim pair i turns by ``base ** (-2 i / rotary_dim)`` radians per position; above 1."""
 
     rotary_dim: int | None = None
     """The first so many dims of each head are turned, an even number; None turns all."""

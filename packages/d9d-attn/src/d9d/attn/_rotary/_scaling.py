@@ -98,6 +98,8 @@ class NTKScaling(RotaryScaling):
         """
         if dim <= 2:
             raise ValueError(f"NTKScaling needs a rotary dim above 2, found {dim!r}; leave the scaling out")
+        if not position_ids_BS.numel():
+            return default_frequencies(dim, base, position_ids_BS.device)
         length = position_ids_BS.amax() + 1
         grown = default_frequencies(dim, self._base(base, length, dim), position_ids_BS.device)
         usual = default_frequencies(dim, self._base(base, self.original_length, dim), position_ids_BS.device)

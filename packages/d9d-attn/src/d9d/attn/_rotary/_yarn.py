@@ -40,6 +40,12 @@ class YarnScaling(RotaryScaling):
 
     kind: ClassVar[str] = "yarn"
 
+    def __attrs_post_init__(self) -> None:
+        if self.beta_fast < self.beta_slow:
+            raise ValueError(
+                f"YarnScaling.beta_fast must not be below beta_slow, found {self.beta_fast!r} and {self.beta_slow!r}"
+            )
+
     @property
     def attention_factor(self) -> float:
         """Factor of cosines and sines."""
