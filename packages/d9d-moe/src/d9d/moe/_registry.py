@@ -106,6 +106,7 @@ class Registry(Generic[ConfigT, NeedT]):
 
         Raises:
             ValueError: What was asked for is unknown or cannot do what is needed, or nothing can.
+            TypeError: What was asked for is neither a configuration nor a string.
         """
         choice = self._choose(explicit, need)
         _logger.debug("%s %r for %r: %s", self._what, choice.config, need, choice.reason)
@@ -114,6 +115,8 @@ class Registry(Generic[ConfigT, NeedT]):
     def _choose(self, explicit: ConfigT | str | None, need: NeedT) -> Choice[ConfigT]:
         if explicit is not None:
             config = self.parse(explicit) if isinstance(explicit, str) else explicit
+            if not isinstance(config, BackendConfig):
+                raise TypeError(f"the {self._what} must be a configuration or its kind, found {config!r}")
             return self._accepted(config, "asked for in the configuration", need)
         if text := os.environ.get(self._env):
             return self._accepted(self.parse(text), f"asked for by {self._env}={text!r}", need)
