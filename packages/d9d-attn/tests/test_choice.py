@@ -106,7 +106,8 @@ def test_automatic_choice_falls_back_by_features_and_says_why():
     assert choice.config == EagerAttentionConfig()
     assert "'torch' has no sinks" in choice.reason
     assert "'flex' runs on ['cuda'] only" in choice.reason
-    assert "install 'd9d-attn[flash-attn-4]'" in choice.reason
+    with pytest.raises(ValueError, match=r"install 'd9d-attn\[flash-attn-4\]'"):
+        attention_backends.choose("flash_attention_4", AttentionNeed(device_type="cuda"))
     assert choose(features=frozenset({Feature.SINKS}), device_type="cpu", head_dim=512).config.kind == "eager"
 
 

@@ -31,7 +31,7 @@ class FlashAttention2Config(AttentionBackendConfig):
     """FlashAttention 2, from the package flash-attn 2.8 or newer."""
 
     kind: ClassVar[str] = "flash_attention_2"
-    priority: ClassVar[int | None] = 20
+    priority: ClassVar[int | None] = None  # until its values have been compared on a GPU
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(Feature)
         - {Feature.BOOLEAN_BIAS, Feature.ADDITIVE_BIAS, Feature.BIAS_GRADIENT, Feature.LSE_GRADIENT},

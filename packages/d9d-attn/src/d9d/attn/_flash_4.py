@@ -34,7 +34,7 @@ class FlashAttention4Config(AttentionBackendConfig):
     """FlashAttention 4, from the package flash-attn-4 4.0.0b36 or newer."""
 
     kind: ClassVar[str] = "flash_attention_4"
-    priority: ClassVar[int | None] = 30
+    priority: ClassVar[int | None] = None  # until its values have been compared on a GPU
     capabilities: ClassVar[Capabilities] = Capabilities(
         features=frozenset(Feature)
         - {Feature.BOOLEAN_BIAS, Feature.ADDITIVE_BIAS, Feature.BIAS_GRADIENT, Feature.DROPOUT},
