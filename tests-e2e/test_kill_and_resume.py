@@ -71,7 +71,7 @@ def _kill_at(step: int, delay: float, run: Path, job: Job | Launched) -> None:
     job.kill()
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("kills", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_run_that_is_killed_is_bit_equal_to_one_that_was_not(script: Path, tiny, tmp_path, kills):
     arguments = [
         *tiny,

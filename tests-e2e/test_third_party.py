@@ -14,6 +14,7 @@ from d9d.attn import (
     GroupedQueryAttentionConfig,
     RotaryConfig,
     RotaryEmbedding,
+    attention_backends,
 )
 from d9d.ckpt import mapper_from_toml
 from d9d.loop.config import ConfigError, load
@@ -27,10 +28,17 @@ def extras():
     path = Path(__file__).parent / "third_party" / "extras.py"
     spec = importlib.util.spec_from_file_location("extras", path)
     module = importlib.util.module_from_spec(spec)
-    sys.modules["extras"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["extras"]
+    with pytest.MonkeyPatch.context() as patch:  # other tests see our own choices only
+        for registry, name in (
+            (attention_backends, "_classes"),
+            (dispatchers, "_classes"),
+            (Schedule, "_members"),
+            (TrackerConfig, "_members"),
+        ):
+            patch.setattr(registry, name, dict(getattr(registry, name)))
+        patch.setitem(sys.modules, "extras", module)
+        spec.loader.exec_module(module)
+        yield module
 
 
 @attrs.frozen(kw_only=True)
