@@ -1,5 +1,7 @@
 """Fixtures that all packages' tests share, the world pool of d9d.mesh, and how many processes run them."""
 
+import os
+
 import pytest
 
 pytest_plugins = ["d9d.mesh.testing.plugin"]
@@ -7,4 +9,7 @@ pytest_plugins = ["d9d.mesh.testing.plugin"]
 
 def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     """Two for all tests of the workspace; none besides pytest's own for what the command line names."""
-    return 2 if config.args_source is pytest.Config.ArgsSource.TESTPATHS else 0
+    if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
+        return 0
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin take the cores from the other process
+    return 2
