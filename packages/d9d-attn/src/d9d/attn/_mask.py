@@ -198,7 +198,7 @@ class AttentionMask:
                 )
         if (bias := self.bias) is not None:
             expected = {-4: batch, -2: queries, -1: keys}
-            if bias.ndim > 4 or any(-dim <= bias.ndim and bias.shape[dim] not in {1, n} for dim, n in expected.items()):
+            if bias.ndim > 4 or any(-dim <= bias.ndim and bias.shape[dim] not in (1, n) for dim, n in expected.items()):
                 raise ValueError(
                     f"AttentionMask.bias has the shape {tuple(bias.shape)!r}, which is not broadcastable to "
                     f"({batch!r}, heads, {queries!r}, {keys!r}); a mask of keys is (batch, 1, 1, keys)"
