@@ -3,8 +3,8 @@
     python tools/bench_attention.py
 
 Kernels are compared with a copy of as many bytes and with torch, a block with its four matrix products and the best
-kernel of scaled_dot_product_attention, each measured alone. The GPU has work before each measurement, so that it does
-not wait for the CPU to launch; times are medians.
+kernel of scaled_dot_product_attention, each measured alone; the backends that are installed, with each other. The GPU
+has work before each measurement, so that it does not wait for the CPU to launch; times are medians.
 """
 
 import functools
@@ -18,11 +18,15 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from d9d.attn import (
     AttentionMask,
+    AttentionNeed,
+    Documents,
+    Feature,
     GroupedQueryAttention,
     GroupedQueryAttentionConfig,
     RotaryConfig,
     RotaryEmbedding,
     add_rms_norm,
+    attention_backends,
     norm_and_rotate,
     rms_norm,
 )
@@ -168,6 +172,23 @@ def block(bench: Bench, batch: int, length: int) -> None:
     print(f"  block {whole:.3f} ms: {100 * (whole / (products + kernel) - 1):.1f} % beyond their sum", flush=True)
 
 
+def backends(bench: Bench, name: str, mask: AttentionMask, *, batch: int, length: int, sinks: bool = False) -> None:
+    """Backends that can, on heads of the card's shape."""
+    print(f"Attention, {name}, {batch} x {length} tokens, forward + backward")
+    q, k, v = (randn(batch, length, heads, HEAD_DIM, grad=True) for heads in (HEADS, KV_HEADS, KV_HEADS))
+    sink = randn(HEADS, grad=True) if sinks else None
+    operands = [q, k, v] if sink is None else [q, k, v, sink]
+    features = {Feature.GROUPED_QUERY, *mask.features} | ({Feature.SINKS} if sinks else set())
+    need = AttentionNeed(features=frozenset(features), device_type="cuda", dtype=torch.bfloat16, head_dim=HEAD_DIM)
+    for kind, config_class in attention_backends.classes.items():
+        config = config_class()
+        if kind == "eager" or config.refusal(need) is not None:
+            continue
+        attend = functools.partial(config.build(), q, k, v, mask, scale=HEAD_DIM**-0.5, sinks_H=sink)
+        time = both_ways(bench, attend, operands)
+        print(f"  {kind:<20} {time:7.3f} ms", flush=True)
+
+
 def main() -> None:
     torch.manual_seed(0)
     bench = Bench()
@@ -177,6 +198,13 @@ def main() -> None:
     rotation(bench, copy)
     for batch, length in BATCHES:
         block(bench, batch, length)
+    for batch, length in BATCHES:
+        backends(bench, "causal", AttentionMask(), batch=batch, length=length)
+    documents = Documents.from_lengths([[4096] * 4], device="cuda")
+    backends(bench, "documents of 4096", AttentionMask(documents=documents), batch=1, length=16384)
+    for sinks in (False, True):
+        name = "a window of 1024" + (" and sinks" if sinks else "")
+        backends(bench, name, AttentionMask(window=1024), batch=4, length=4096, sinks=sinks)
 
 
 if __name__ == "__main__":

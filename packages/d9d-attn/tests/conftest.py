@@ -111,26 +111,40 @@ def flash_2_backward(
     rng_state=None,
     zero_tensors=False,
 ):
-    """By the kernels' formula, from the result and the log-sum-exp they are given."""
     for gradient in (dq, dk, dv):
         gradient.fill_(torch.nan)
     dout, q, k, v, out = wide(dout, q, k, v, out)
+    write_gradients(
+        (dq, dk, dv),
+        dout,
+        (q, k, v),
+        softmax_lse,
+        delta=(dout * out).sum(-1).t(),
+        sequences=sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k),
+        rules=(softmax_scale, causal, window_size_left, window_size_right, softcap),
+        dropout=(dropout_p, rng_state),
+    )
+    return q.new_empty(0)
+
+
+def write_gradients(gradients, dout, operands, lse, *, delta, sequences, rules, dropout=None):
+    """By the kernels' formula, from the log-sum-exp they are given."""
+    (dq, dk, dv), (q, k, v) = gradients, operands
+    scale, softcap = rules[0], rules[-1]
     group = q.shape[1] // k.shape[1]
-    for of_q, of_k in sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
+    for of_q, of_k in sequences:
         keys, values = (x[of_k].repeat_interleave(group, dim=1) for x in (k, v))
-        scores = scores_of(q[of_q], k[of_k], softmax_scale, causal, window_size_left, window_size_right, softcap)
-        keep = kept(scores.shape, dropout_p, rng_state).to(q.dtype)
-        weights = (scores - softmax_lse[:, of_q, None]).exp()
+        scores = scores_of(q[of_q], k[of_k], *rules)
+        keep = 1.0 if dropout is None else kept(scores.shape, *dropout).to(q.dtype)
+        weights = (scores - lse[:, of_q, None]).exp()
         d_weights = torch.einsum("shd,thd->hst", dout[of_q], values) * keep
-        delta = (dout[of_q] * out[of_q]).sum(-1).t()[..., None]
-        d_scores = weights * (d_weights - delta) * softmax_scale
+        d_scores = weights * (d_weights - delta[:, of_q, None]) * scale
         if softcap:
             d_scores = d_scores * (1 - (scores.nan_to_num(neginf=0.0) / softcap).square())
-        dq[of_q] = torch.einsum("hst,thd->shd", d_scores, keys)
-        dk[of_k] = torch.einsum("hst,shd->thd", d_scores, q[of_q]).unflatten(1, (-1, group)).sum(2)
+        dq[of_q] = torch.einsum("hst,thd->shd", d_scores, keys).to(dq.dtype)
+        dk[of_k] = torch.einsum("hst,shd->thd", d_scores, q[of_q]).unflatten(1, (-1, group)).sum(2).to(dk.dtype)
         d_value = torch.einsum("hst,shd->thd", weights * keep, dout[of_q])
-        dv[of_k] = d_value.unflatten(1, (-1, group)).sum(2)
-    return q.new_empty(0)
+        dv[of_k] = d_value.unflatten(1, (-1, group)).sum(2).to(dv.dtype)
 
 
 class GarbageGradient(torch.autograd.Function):
@@ -182,6 +196,7 @@ def flash_4_varlen(
     gather_bwd_token_chunk=None,
 ):
     check_heads(q, k, v)
+    assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
     (total_q, heads), dtype = q.shape[:2], q.dtype
     q, k, v = wide(q, k, v)
     written = int(cu_seqlens_q[-1])
@@ -207,48 +222,69 @@ def flash_4_varlen(
     return torch.cat(outs).to(dtype), torch.cat(lses, 1) if return_lse else None
 
 
-def flash_4_dense(
+def flash_4_forward(q, k, v, *, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, **options):
+    window_size = options.pop("window_size_left"), options.pop("window_size_right")
+    flat, lengths = as_sequences((q, k, v), (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k))
+    names = ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+    out, lse = flash_4_varlen(*flat, window_size=window_size, **dict(zip(names, lengths)), **options)
+    if cu_seqlens_q is None:
+        out, lse = out.unflatten(0, q.shape[:2]), lse.unflatten(1, q.shape[:2]).transpose(0, 1)
+    return out.contiguous(), lse.contiguous(), None, None, None
+
+
+def as_sequences(tensors, lengths):
+    if lengths[0] is not None:
+        return tensors, lengths
+    queries, keys = tensors[0].shape[1], tensors[1].shape[1]
+    row = torch.arange(len(tensors[0]) + 1, dtype=torch.int32)
+    return [x.flatten(0, 1) for x in tensors], (row * queries, row * keys, queries, keys)
+
+
+def flash_4_backward(
     q,
     k,
     v,
-    qv=None,
-    gather_kv_indices=None,
-    softmax_scale=None,
-    causal=False,
-    window_size=(None, None),
-    learnable_sink=None,
-    softcap=0.0,
-    num_splits=1,
-    pack_gqa=None,
-    deterministic=False,
-    score_mod=None,
-    score_mod_bwd=None,
-    mask_mod=None,
-    aux_tensors=None,
-    aux_scalars=None,
-    block_sparse_tensors=None,
-    block_sparse_tensors_bwd=None,
-    return_lse=False,
-    gather_bwd_recompute_p=False,
-    gather_bwd_token_chunk=None,
+    out,
+    dout,
+    lse,
+    softmax_scale,
+    causal,
+    softcap,
+    *,
+    window_size_left,
+    window_size_right,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    deterministic,
+    dlse,
+    learnable_sink,
 ):
-    batch, queries, keys = *q.shape[:2], k.shape[1]
-    row = torch.arange(batch + 1, dtype=torch.int32)
-    out, lse = flash_4_varlen(
-        *(x.flatten(0, 1) for x in (q, k, v)),
-        cu_seqlens_q=row * queries,
-        cu_seqlens_k=row * keys,
-        max_seqlen_q=queries,
-        max_seqlen_k=keys,
-        softmax_scale=softmax_scale,
-        causal=causal,
-        window_size=window_size,
-        learnable_sink=learnable_sink,
-        softcap=softcap,
-        return_lse=return_lse,
+    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    by_row = cu_seqlens_q is None
+    lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
+    *operands, out, dout = wide(q, k, v, out, dout)
+    (*operands, out, dout), lengths = as_sequences((*operands, out, dout), lengths)
+    gradients = [x.flatten(0, 1) for x in found] if by_row else found
+    lse, dlse = (x.transpose(0, 1).flatten(1) if by_row and x is not None else x for x in (lse, dlse))
+    delta = (dout * out).sum(-1).t()
+    if dlse is not None:
+        delta = delta - dlse
+    write_gradients(
+        gradients,
+        dout,
+        operands,
+        lse.nan_to_num(nan=torch.nan, neginf=torch.inf),
+        delta=delta,
+        sequences=sequences(*lengths),
+        rules=(softmax_scale, causal, window_size_left, window_size_right, softcap),
     )
-    lse = lse.unflatten(1, (batch, queries)).transpose(0, 1) if return_lse else None
-    return out.unflatten(0, (batch, queries)), lse
+    if learnable_sink is None:
+        return tuple(found)
+    end = int(lengths[0][-1])
+    share = (learnable_sink.to(lse.dtype)[:, None] - lse[:, :end]).exp()
+    return *found, -(share * delta[:, :end]).sum(1).to(learnable_sink.dtype)
 
 
 def torch_varlen(
@@ -296,10 +332,12 @@ def flash_packages():
     """flash-attn and flash-attn-4, as far as we call them."""
     operators = types.ModuleType("flash_attn.flash_attn_interface")
     operators._flash_attn_varlen_forward, operators._flash_attn_varlen_backward = flash_2_forward, flash_2_backward
+    interface = types.ModuleType("flash_attn.cute.interface")
+    interface._flash_attn_fwd, interface._flash_attn_bwd = flash_4_forward, flash_4_backward
     cute = types.ModuleType("flash_attn.cute")
-    cute.flash_attn_func, cute.flash_attn_varlen_func = flash_4_dense, flash_4_varlen
+    cute.interface = interface
     package = types.ModuleType("flash_attn")
-    modules = {"flash_attn": package, operators.__name__: operators, cute.__name__: cute}
+    modules = {module.__name__: module for module in (package, operators, cute, interface)}
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)

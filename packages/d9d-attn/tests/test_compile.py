@@ -10,6 +10,7 @@ from d9d.attn import (
     Documents,
     EagerAttentionConfig,
     FlashAttention2Config,
+    FlashAttention4Config,
     FlexAttentionConfig,
     GroupedQueryAttention,
     GroupedQueryAttentionConfig,
@@ -150,6 +151,11 @@ def check_one_graph(backend, *, needs_gradient):
 @pytest.mark.long
 def test_flex_is_part_of_the_graph():
     check_one_graph(FlexAttentionConfig().build(), needs_gradient=False)  # which torch has not on CPU
+
+
+@pytest.mark.long
+def test_flash_attention_4_is_part_of_the_graph(flash_packages):
+    check_one_graph(FlashAttention4Config().build(), needs_gradient=True)
 
 
 @pytest.mark.long

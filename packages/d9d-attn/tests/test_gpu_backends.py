@@ -38,6 +38,7 @@ class Case:
     sinks: bool = False
     soft_cap: float | None = None
     keys: int = S
+    key_heads: int = G
 
 
 def documents(name):
@@ -59,6 +60,8 @@ CASES = {
     ),
     "padded documents, sinks, soft cap": Case(mask={"documents": "padded"}, sinks=True, soft_cap=2.0, dims=(128, 128)),
     "documents, window, odd head dims": Case(mask={"documents": "all", "window": 30}, dims=(36, 20)),
+    "as many key heads, odd head dims": Case(mask={}, dims=(36, 20), key_heads=H),
+    "as many key heads, small head dims": Case(mask={"window": 30}, dims=(32, 32), key_heads=H),
     "rows without a key by a boolean bias, sinks": Case(mask={"bias": "padding"}, sinks=True),
     "fp32, rows without a key by an additive bias": Case(mask={"bias": "additive"}, dtype=torch.float32),
 }
@@ -85,7 +88,7 @@ def make_mask(spec):
 def test_values_and_gradients_are_right_to_the_level_of_the_dtype(kind, name):
     case, config = CASES[name], CONFIGS[kind]
     mask = make_mask(case.mask)
-    features = {Feature.GROUPED_QUERY, *mask.features}
+    features = {*mask.features} | ({Feature.GROUPED_QUERY} if case.key_heads < H else set())
     features |= ({Feature.SINKS} if case.sinks else set()) | ({Feature.SOFT_CAP} if case.soft_cap else set())
     need = AttentionNeed(features=frozenset(features), device_type="cuda", dtype=case.dtype, head_dim=max(case.dims))
     if (refusal := config.refusal(need)) is not None:
@@ -96,7 +99,8 @@ def test_values_and_gradients_are_right_to_the_level_of_the_dtype(kind, name):
     def randn(length, heads, dim):
         return torch.randn(B, heads, length, dim, device="cuda", dtype=case.dtype).transpose(1, 2)  # not contiguous
 
-    inputs = [randn(S, H, head_dim), randn(case.keys, G, head_dim), randn(case.keys, G, value_dim)]
+    inputs = [randn(S, H, head_dim), randn(case.keys, case.key_heads, head_dim)]
+    inputs.append(randn(case.keys, case.key_heads, value_dim))
     if case.sinks:
         inputs.append(torch.randn(H, device="cuda"))
     upstream = randn(S, H, value_dim) * 3
@@ -123,6 +127,32 @@ def test_values_and_gradients_are_right_to_the_level_of_the_dtype(kind, name):
     if lse is not None:
         assert lse.dtype == torch.float32
         torch.testing.assert_close(lse.double(), of_eager, rtol=5e-3, atol=5e-3)
+
+
+@pytest.mark.parametrize("implementation", ["FA3", "FA4"])
+def test_what_torch_puts_in_place_of_flash_attention_2_is_right(implementation):
+    config = TorchAttentionConfig(flash_implementation=implementation)
+    if (refusal := config.refusal(AttentionNeed(device_type="cuda", dtype=torch.bfloat16))) is not None:
+        pytest.skip(refusal)
+    if implementation == "FA4" and torch.__version__.startswith("2.11."):
+        pytest.skip("flash-attn-4 4.0.0b36 returns more than torch 2.11 expects of it")
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(B, S, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (H, G, G)
+    ]
+    upstream = torch.randn_like(inputs[0])
+    backend = config.build()
+    try:
+        for mask in AttentionMask(), AttentionMask(documents=documents("padded"), window=50):
+            (out, *found), (exact, *expected) = (
+                (result, *torch.autograd.grad(result, of, upstream.to(result.dtype)))
+                for which, of in ((backend, inputs), (EAGER, [x.detach().double().requires_grad_() for x in inputs]))
+                for result in [which(*of, mask, scale=0.15)]
+            )
+            for a, b in zip((out, *found), (exact, *expected), strict=True):
+                assert (a.double() - b).norm() / b.norm() < TOLERANCE[torch.bfloat16]
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
@@ -172,10 +202,13 @@ def test_a_block_never_waits_for_the_device(kind):
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_the_compiled_block_with_flex_attention_inside_equals_eager():
+@pytest.mark.parametrize("kind", ["flex", "flash_attention_2", "flash_attention_4"])
+def test_the_compiled_block_equals_the_eager_one(kind):
     config = GroupedQueryAttentionConfig(
-        hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True, sinks=True, backend="flex"
+        hidden_size=256, num_heads=8, num_kv_heads=2, head_dim=64, qk_norm=True, sinks=True, backend=CONFIGS[kind]
     )
+    if (refusal := CONFIGS[kind].refusal(attrs.evolve(config.need(), device_type="cuda"))) is not None:
+        pytest.skip(refusal)
     block = GroupedQueryAttention(config).cuda().bfloat16()
     x = torch.randn(B, S, 256, device="cuda", dtype=torch.bfloat16, requires_grad=True)
     cos, sin = RotaryEmbedding(RotaryConfig(head_dim=64))(torch.arange(S, device="cuda").expand(B, S))

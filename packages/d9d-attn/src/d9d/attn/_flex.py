@@ -5,7 +5,7 @@ Shapes as in AttentionBackend.
 
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import attrs
 import torch
@@ -13,14 +13,11 @@ from torch import Tensor
 
 from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
 from ._feature import Feature
+from ._flex_mask import bias_at, block_mask_of
 from ._head_dims import pad_head_dim
 from ._mask import AttentionMask
 from ._sinks import add_sinks
 
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-MaskFunction = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
 SMALLEST_HEAD_DIM = 16
 """What its kernels multiply at least."""
@@ -134,66 +131,13 @@ class FlexAttention:
             pad_head_dim(k_BTGD, max(head_dim, SMALLEST_HEAD_DIM)).transpose(1, 2),
             pad_head_dim(v_BTGE, max(value_dim, SMALLEST_HEAD_DIM)).transpose(1, 2),
             score_mod=_score_function(mask, soft_cap),
-            block_mask=block_mask_of(
-                mask, batch=batch, heads=heads, queries=queries, keys=keys, device=q_BSHD.device, compiled=compiled
-            ),
+            block_mask=block_mask_of(mask, batch=batch, queries=queries, keys=keys, device=q_BSHD.device),
             scale=scale,
             enable_gqa=heads != key_heads,
             kernel_options=self.config.kernel_options,
             return_aux=AuxRequest(lse=lse),
         )
         return out_BHSE.transpose(1, 2)[..., :value_dim], aux.lse
-
-
-def block_mask_of(
-    mask: AttentionMask, *, batch: int, heads: int, queries: int, keys: int, device: torch.device, compiled: bool
-) -> "BlockMask | None":
-    """Which blocks of positions are seen, and the function that tells inside of them; kept with the mask.
-
-    Raises:
-        ValueError: The mask is of another shape.
-    """
-    mask.check(batch, queries, keys)
-
-    def derive() -> "BlockMask | None":
-        function = _mask_function(mask, batch, queries, keys)
-        if function is None:
-            return None
-        bias_shape = (1, 1, 1, 1)
-        if mask.bias is not None and mask.bias.dtype == torch.bool:
-            bias_shape = torch.broadcast_shapes(bias_shape, mask.bias.shape)
-        per_row = mask.documents is not None or bias_shape[0] > 1
-        create = _create_block_mask(compiled=compiled)
-        blocks: BlockMask = create(
-            function, batch if per_row else None, heads if bias_shape[1] > 1 else None, queries, keys, device=device
-        )
-        return blocks
-
-    return mask.kept("blocks", (batch, heads, queries, keys, device, compiled), derive)
-
-
-def _mask_function(mask: AttentionMask, batch: int, queries: int, keys: int) -> MaskFunction | None:
-    rules: list[MaskFunction] = []
-    offset = keys - queries
-    if mask.causal:
-        rules.append(lambda _b, _h, s, t: s + offset >= t)
-    if (window := mask.window) is not None:
-        rules.append(lambda _b, _h, s, t: (s + offset - t).abs() < window)
-    if mask.documents is not None:
-        document_BS = mask.documents.index_positions(batch, keys)
-        rules.append(lambda b, _h, s, t: (document_BS[b, s] == document_BS[b, t]) & (document_BS[b, t] >= 0))
-    if (bias := mask.bias) is not None and bias.dtype == torch.bool:
-        rules.append(lambda b, h, s, t: _at(bias, b, h, s, t))
-    if not rules:
-        return None
-
-    def visible(b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
-        found = rules[0](b, h, s, t)
-        for rule in rules[1:]:
-            found = found & rule(b, h, s, t)
-        return found
-
-    return visible
 
 
 def _score_function(mask: AttentionMask, soft_cap: float | None) -> ScoreFunction | None:
@@ -204,15 +148,9 @@ def _score_function(mask: AttentionMask, soft_cap: float | None) -> ScoreFunctio
     def modified(score: Tensor, b: Tensor, h: Tensor, s: Tensor, t: Tensor) -> Tensor:
         if soft_cap is not None:
             score = soft_cap * torch.tanh(score / soft_cap)
-        return score if bias is None else score + _at(bias, b, h, s, t).to(score.dtype)
+        return score if bias is None else score + bias_at(bias, b, h, s, t).to(score.dtype)
 
     return modified
-
-
-def _at(bias: Tensor, *index: Tensor) -> Tensor:
-    """An element of what may be broadcast to (B, H, S, T)."""
-    last = index[len(index) - bias.ndim :]
-    return bias[tuple(i if size > 1 else i * 0 for i, size in zip(last, bias.shape))]
 
 
 def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
@@ -223,13 +161,7 @@ def _flex_attention(*, compiled: bool) -> Callable[..., Any]:
     return flex_attention
 
 
-def _create_block_mask(*, compiled: bool) -> Callable[..., Any]:
-    from torch.nn.attention.flex_attention import create_block_mask  # noqa: PLC0415 - takes a second to import
-
-    return _compiled(create_block_mask) if compiled else create_block_mask
-
-
-# Once for all layers; torch.compile specializes them by mask and shape.
+# Once for all layers; torch.compile specializes it by mask and shape.
 @functools.cache
 def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, fullgraph=True)
