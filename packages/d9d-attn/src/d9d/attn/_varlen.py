@@ -47,7 +47,7 @@ class Sequences(NamedTuple):
         """Say outside all sequences what is said of a query without keys: the sink, or −inf."""
         if self.real_BS is None:
             return lse_BHS
-        empty = lse_BHS.new_tensor(-torch.inf) if sinks_H is None else sinks_H.to(lse_BHS.dtype)[:, None]
+        empty = lse_BHS.new_full((), -torch.inf) if sinks_H is None else sinks_H.to(lse_BHS.dtype)[:, None]
         return torch.where(self.real_BS[:, None], lse_BHS, empty)
 
 
