@@ -296,6 +296,39 @@ def checked_failing_convert(root: Path) -> str:
         os.preadv = original
 
 
+def other_mappers(root: Path) -> list[str]:
+    tensors = {"a": torch.ones(4), "b": torch.ones(4)}
+    save_once(root / "source", tensors)
+    odd = dist.get_rank() == 3
+    errors = []
+    for mapper, options in (
+        (Parallel(Rename("a", "x" if odd else "y"), Identity("b")), {}),
+        (Identity(), {"max_shard_bytes": 32 if odd else 16}),
+        (Identity(), {"dtype": torch.bfloat16 if odd else None}),
+    ):
+        for write, source in ((export, tensors), (convert, open_checkpoint(root / "source"))):
+            with pytest.raises(ValueError, match="ranks would write different things") as caught:
+                write(source, mapper, root / "out", **options)
+            errors.append(str(caught.value))
+    return errors
+
+
+def save_once(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
+    if dist.get_rank() == 0:
+        directory.mkdir()
+        save_file(tensors, directory / "model.safetensors")
+    dist.barrier()
+
+
+def test_ranks_with_other_mappers_or_options_are_told(tmp_path):
+    first, *others = run_world(4, other_mappers, tmp_path)
+    assert all(errors == first for errors in others)
+    assert all("rank 0 'a' as [4] float32 into" in error for error in first[2:])
+    assert "rank 0 'y' as" in first[0]
+    assert "rank 3 'x' as" in first[0]
+    assert [path.name for path in tmp_path.iterdir()] == ["source"]
+
+
 def exported_owners(root: Path) -> list[str]:
     """Names of the files that this rank writes, where each rank holds one layer whole and a slice of another."""
     mesh = init_device_mesh("cpu", (4,))

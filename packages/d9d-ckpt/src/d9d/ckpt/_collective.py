@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
+import itertools
 import pickle
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
@@ -62,6 +64,21 @@ def agree(failure: Exception | None, group: ProcessGroup | None) -> None:
     failed = [f"rank {rank} failed: {text}" for rank, text in enumerate(texts) if text is not None]
     if failed:
         raise PeerError("\n".join(failed))
+
+
+def require_alike(lines: Sequence[str], group: ProcessGroup | None) -> None:
+    """Raises a ValueError on all ranks, with the first line that differs, if they do not mean to write the same."""
+    digest = hashlib.sha256("\n".join(lines).encode()).digest()
+    if len(set(all_gather(digest, group))) == 1:
+        return
+    first, *others = all_gather(list(lines), group)
+    for rank, theirs in enumerate(others, start=1):
+        for expected, found in itertools.zip_longest(first, theirs, fillvalue="nothing more"):
+            if expected != found:
+                raise ValueError(
+                    "ranks would write different things, give all the same mapper and options:\n"
+                    f"  rank 0 {expected}\n  rank {rank} {found}"
+                )
 
 
 @contextmanager

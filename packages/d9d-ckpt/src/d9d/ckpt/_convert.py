@@ -13,13 +13,13 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ._collective import rank_of, size_of, together
+from ._collective import rank_of, require_alike, size_of, together
 from ._files import sync_file, write_text
 from ._fill import Target, batches_of, spec_after
 from ._mapper import Group, Mapper
 from ._plan import plan
 from ._publish import published
-from ._shards import INDEX, MAX_SHARD_BYTES, ShardFiles, companions, cut_shards, index_of
+from ._shards import INDEX, MAX_SHARD_BYTES, ShardFiles, companions, cut_shards, index_of, lines_of
 from ._source import Source
 from ._spec import Region, TensorSpec
 from ._stream import MEMORY_BUDGET, Batch, Progress, run_batches
@@ -74,6 +74,7 @@ def convert(
         PlanError: The mapper and the source do not fit, or make something else than `target`; all of it is listed.
         FileExistsError: `directory` exists.
         ReadError, ChecksumError: The source cannot be read, or is damaged.
+        ValueError: Ranks were given different mappers or options.
         PeerError: Another rank failed.
     """
     with together(group):
@@ -87,6 +88,7 @@ def convert(
             held=lambda _: {},  # all is on disk
         )
         others = [] if copy_from is None else companions(Path(copy_from))
+    require_alike([line for _, line in lines_of(shards)], group)
     with published(Path(directory), group) as partial:
         with together(group):
             own = [shard for shard in shards if shard.owner == rank_of(group)]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from ._collective import rank_of, size_of, together
+from ._collective import rank_of, require_alike, size_of, together
 from ._exchange import Collection, collect, held_bytes
 from ._files import write_text
 from ._fill import spec_after
@@ -22,7 +22,7 @@ from ._layout import Layout, gather_layout
 from ._mapper import Group, Mapper
 from ._problems import PlanError
 from ._publish import published
-from ._shards import INDEX, MAX_SHARD_BYTES, Shard, ShardFiles, cut_shards, index_of, require_file_names
+from ._shards import INDEX, MAX_SHARD_BYTES, Shard, ShardFiles, cut_shards, index_of, lines_of, require_file_names
 from ._spec import Region, TensorSpec
 from ._trace import trace
 
@@ -70,6 +70,7 @@ def export(
     Raises:
         PlanError: The mapper leaves out a tensor, or cannot map one; all problems are listed.
         FileExistsError: `directory` exists.
+        ValueError: Ranks disagree on a tensor, or were given different mappers or options.
         PeerError: Another rank failed.
     """
     layout = gather_layout(state, group)
@@ -82,6 +83,7 @@ def export(
             ranks=size_of(group),
             held=lambda name: held_bytes(outputs[name].needs, layout),
         )
+    require_alike([f"{line}, from {outputs[name].needs}" for name, line in lines_of(shards)], group)
     with published(Path(directory), group) as partial:
         with (
             together(group),

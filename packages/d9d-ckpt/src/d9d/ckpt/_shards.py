@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -85,6 +85,13 @@ def index_of(shards: Sequence[Shard]) -> str:
         "weight_map": {name: shard.file for shard in shards for name in shard.specs},
     }
     return json.dumps(index, indent=2) + "\n"
+
+
+def lines_of(shards: Sequence[Shard]) -> Iterator[tuple[str, str]]:
+    """For each tensor, what it is and who writes it where, to be compared between ranks."""
+    for shard in shards:
+        for name, spec in shard.specs.items():
+            yield name, f"{name!r} as {spec} into {shard.file}, by rank {shard.owner}"
 
 
 class ShardFiles:
