@@ -114,7 +114,7 @@ def blank(state):
 
 
 def zeros_like(tensor):
-    """As torch's, which takes tens of milliseconds for each shape and layout of a DTensor."""
+    """As torch's, which is slow for a DTensor of a new shape or layout."""
     if not isinstance(tensor, DTensor):
         return torch.zeros_like(tensor)
     local, mesh = torch.zeros_like(tensor.to_local()), tensor.device_mesh
