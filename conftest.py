@@ -12,4 +12,5 @@ def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
     if config.args_source is not pytest.Config.ArgsSource.TESTPATHS:
         return 0
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # threads that spin take the cores from the other process
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # each process would compile torch anew
     return 2

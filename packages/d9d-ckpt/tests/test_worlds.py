@@ -110,7 +110,17 @@ def assert_equal_shards(found, expected):
 
 
 def blank(state):
-    return {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    return {name: zeros_like(tensor) for name, tensor in state.items()}
+
+
+def zeros_like(tensor):
+    """As torch's, which is slow for a DTensor of a new shape or layout."""
+    if not isinstance(tensor, DTensor):
+        return torch.zeros_like(tensor)
+    local, mesh = torch.zeros_like(tensor.to_local()), tensor.device_mesh
+    return DTensor.from_local(
+        local, mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride()
+    )
 
 
 def check_regions() -> None:

@@ -39,14 +39,14 @@ def require_tensors(state: Mapping[str, Tensor]) -> None:
 
 def local_part(name: str, tensor: Tensor) -> tuple[Tensor, Region]:
     """What this rank holds of the tensor called `name`, sharing its memory, and which region of it that is."""
-    tensor = tensor.detach()
     if not is_dtensor(tensor):
-        return tensor, Region(name, (0,) * tensor.ndim, tensor.shape)
+        return tensor.detach(), Region(name, (0,) * tensor.ndim, tensor.shape)
     try:
         offset, shape = local_region(tensor)
     except ValueError as error:
         raise ValueError(f"{name!r}: {error}") from error
-    return tensor.to_local(), Region(name, offset, shape)
+    # Not detached first: DTensor plans each operator anew for every shape and layout, which is slow.
+    return tensor.to_local().detach(), Region(name, offset, shape)
 
 
 def local_region(tensor: DTensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -88,8 +88,14 @@ def _part_of(full: Tensor, parameter: nn.Parameter) -> Tensor:
     if not isinstance(parameter, DTensor):
         return full
     placed = distribute_tensor(full, parameter.device_mesh, parameter.placements, src_data_rank=None)
-    # A shard may be a view that would keep the full tensor alive.
-    return placed if all(isinstance(p, Replicate) for p in placed.placements) else placed.clone()
+    if all(isinstance(p, Replicate) for p in placed.placements):
+        return placed
+    # A shard may be a view that would keep the full tensor alive. The local tensor is cloned, as DTensor plans each
+    # operator anew for every shape and layout, which is slow.
+    local = placed.to_local().clone()
+    return DTensor.from_local(
+        local, placed.device_mesh, placed.placements, run_check=False, shape=placed.shape, stride=placed.stride()
+    )
 
 
 @contextmanager

@@ -1,6 +1,5 @@
 """A job of fresh processes, as a launcher starts one: for what a warm world cannot show, such as how ranks end."""
 
-import multiprocessing
 import os
 import socket
 import tempfile
@@ -14,7 +13,7 @@ from typing import Any
 import attrs
 import torch
 
-from ._pool import PRELOAD, task_of
+from ._pool import context_of_forks, task_of
 from ._worker import Task, call
 
 
@@ -103,8 +102,7 @@ def start_job(size: int, function: Callable[..., object], *args: Any) -> Generat
         function: Defined at the top of an importable file.
         *args: What the function gets, on every rank; picklable.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOAD)
+    context = context_of_forks()
     with socket.socket() as probe, tempfile.TemporaryDirectory(prefix="d9d-job-") as directory:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

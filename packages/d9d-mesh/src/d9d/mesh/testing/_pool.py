@@ -8,11 +8,14 @@ import atexit
 import multiprocessing
 import os
 import pickle
+import re
 import signal
+import sys
 import tempfile
 import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,8 +26,8 @@ from ._worker import Outcome, Task, serve
 
 T = TypeVar("T")
 
-PRELOAD = [serve.__module__, "torch.distributed.tensor", "torch._dynamo"]
-"""What the fork server imports, once. Slicing a mesh imports torch._dynamo, which takes as long as torch itself."""
+# Slicing a mesh imports torch._dynamo, which takes as long as torch itself.
+_PRELOAD = [serve.__module__, "torch.distributed.tensor", "torch._dynamo"]
 
 _START_SECONDS = 300.0
 _worlds: dict[int, "_World"] = {}
@@ -87,14 +90,21 @@ def stop_worlds() -> None:
 atexit.register(stop_worlds)
 
 
+def context_of_forks() -> ForkServerContext:
+    """Starts forks of a server that has imported torch, and what tests import if this process has when it starts."""
+    context = multiprocessing.get_context("forkserver")
+    used = [name for name in list(sys.modules) if re.fullmatch(r"d9d\.\w+|pytest|hypothesis", name)]
+    context.set_forkserver_preload([*_PRELOAD, *used])
+    return context
+
+
 def task_of(function: Callable[..., Any], args: tuple[Any, ...]) -> Task:
     return Task(Reference.to(function, role="what ranks are to run"), pickle.dumps(args))
 
 
 class _World:
     def __init__(self, size: int) -> None:
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(PRELOAD)
+        context = context_of_forks()
         self._store = TCPStore("127.0.0.1", 0, None, is_master=True, wait_for_workers=False)
         self._stacks = tempfile.TemporaryDirectory(prefix="d9d-world-")
         self._connections: list[Connection] = []

@@ -41,6 +41,7 @@ def serve(connection: Connection, rank: int, size: int, port: int, stack_file: s
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         torch.set_num_threads(1)
+        gc.freeze()  # torch stays, so that no collection after a task goes through all of its objects
         store = dist.TCPStore("127.0.0.1", port, None, is_master=False)
         connection.send_bytes(pickle.dumps(Outcome(pickle.dumps(None))))
         for number in itertools.count():
