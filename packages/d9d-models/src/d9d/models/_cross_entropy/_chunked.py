@@ -10,6 +10,7 @@ from torch import Tensor
 from ._labels import check_labels
 from ._options import LossOptions
 from ._products import wide
+from ._second_derivative import refuse_second_derivative
 from ._three_products import ChunkLoss, Precision, rows_within, sum_and_gradients
 from ._vocabulary import VocabularyShard, plain
 
@@ -87,11 +88,7 @@ class _Gradient(torch.autograd.Function):
         factor = factors[0].view(1)  # a number of no dims would be rounded to the dtype of the gradient
         if torch.compiler.is_compiling():
             return (gradient * factor).to(ctx.dtype), None, None
-        if torch.is_grad_enabled():  # nothing else would tell that this gradient is a constant to autograd
-            raise RuntimeError(
-                "linear_cross_entropy has no second derivative, and create_graph=True asks for one: "
-                "leave it out, or take torch.nn.functional.cross_entropy of all logits"
-            )
+        refuse_second_derivative()
         if gradient.dtype == ctx.dtype and _is_last_backward():
             return gradient.mul_(factor), None, None  # there may be no memory for another
         made = torch.empty_like(gradient, dtype=ctx.dtype)
@@ -126,7 +123,7 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shard = VocabularyShard.of(group_name, classes)
     wrong_N = check_labels(labels_N, len(weight_VH) if shard is None else classes, ignore_index)
-    made = sum_and_gradients(
+    total, gradients = sum_and_gradients(
         hidden_NH,
         weight_VH,
         bias_V,
@@ -141,10 +138,7 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
         chunk_loss=CHUNK_LOSSES[chunk_loss](),
         precision=Precision(logits=logits_dtype, weight_gradient=weight_gradient_dtype),
     )
-    gradients = (made.hidden_NH, made.weight_VH, made.bias_V)
-    absent = hidden_NH.new_empty(0)
-    of_hidden, of_weight, of_bias = (absent.clone() if gradient is None else gradient for gradient in gradients)
-    return made.total.masked_fill_(wrong_N.any(), torch.nan), of_hidden, of_weight, of_bias
+    return total.masked_fill_(wrong_N.any(), torch.nan), *gradients.or_empty(hidden_NH)
 
 
 @_linear_cross_entropy.register_fake

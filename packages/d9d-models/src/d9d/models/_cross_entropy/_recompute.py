@@ -5,17 +5,21 @@ Two operators, forward and backward, opaque to torch.compile: see `_chunked`.
 Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
 """
 
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._gradients import Gradients
 from ._labels import check_labels, counted, without_uncounted
 from ._options import LossOptions
-from ._products import add_product_, multiply, wide, without_autocast
+from ._products import multiply, wide, without_autocast
 from ._scores import Entropy, Loss, TokenScore
 from ._softmax import cap_, cap_slope
 from ._three_products import chunks, rows_within
+from ._two_nodes import with_gradients
 from ._vocabulary import VocabularyShard, plain
 
 
@@ -33,19 +37,30 @@ def scores(
 
     The loss of each token, or without labels its entropy.
     """
+    hidden_NH = hidden.reshape(-1, hidden.shape[-1])
+    operands = (hidden_NH, weight_VH, bias_V, None if labels is None else labels.flatten())
+    plain_arguments = (
+        options.ignore_index,
+        options.label_smoothing,
+        options.z_loss,
+        options.soft_cap,
+        *plain(shard),
+        rows_within(max_logits_bytes, weight_VH, shard, wide(hidden.dtype)),
+    )
     with without_autocast(hidden.device.type):
-        found_N: Tensor = _token_scores(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight_VH,
-            bias_V,
-            None if labels is None else labels.flatten(),
-            options.ignore_index,
-            options.label_smoothing,
-            options.z_loss,
-            options.soft_cap,
-            *plain(shard),
-            rows_within(max_logits_bytes, weight_VH, shard, wide(hidden.dtype)),
-        )[0]
+        if torch.compiler.is_compiling():  # to whom all gradients are one node
+            found_N: Tensor = _token_scores(*operands, *plain_arguments)[0]
+        else:
+            with torch.no_grad():
+                found_N, known_NK = _token_scores(*operands, *plain_arguments)
+            found_N = with_gradients(
+                found_N,
+                hidden_NH,
+                weight_VH,
+                bias_V,
+                saved=(known_NK, *operands),
+                backward=functools.partial(_gradients, plain_arguments=plain_arguments),
+            )
     return found_N.view(hidden.shape[:-1])
 
 
@@ -94,12 +109,13 @@ def _token_scores(  # noqa: PLR0917 - operators take no keywords from autograd
     options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
     shard = VocabularyShard.of(group_name, classes)
     score = _score_of(labels_N, options, shard)
+    narrow_VH = weight_VH.to(hidden_NH.dtype)
     memory = memory_for(hidden_NH, weight_VH, chunk)
     found_N = memory.new_empty(len(hidden_NH))
     known_NK = memory.new_empty(_known_shape(hidden_NH, labels_N))
     for rows in chunks(len(hidden_NH), chunk):
         hidden = _hidden_of(hidden_NH, labels_N, rows, ignore_index)
-        logits = logits_of(hidden, weight_VH, bias_V, soft_cap, memory)
+        logits = logits_of(hidden, narrow_VH, bias_V, soft_cap, memory)
         found_N[rows], known_NK[rows] = score.score(logits, rows)
     if labels_N is not None:
         wrong_N = check_labels(labels_N, len(weight_VH) if shard is None else classes, ignore_index)
@@ -125,7 +141,6 @@ def _(hidden_NH: Tensor, weight_VH: Tensor, bias_V: Tensor | None, labels_N: Ten
 def _token_scores_backward(  # noqa: PLR0917
     upstream_N: Tensor,
     known_NK: Tensor,
-    needs: list[bool],
     hidden_NH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
@@ -137,55 +152,44 @@ def _token_scores_backward(  # noqa: PLR0917
     group_name: str | None,
     classes: int,
     chunk: int,
+    needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of hidden states, weight and bias; empty where not needed."""
     options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
     shard = VocabularyShard.of(group_name, classes)
     score = _score_of(labels_N, options, shard)
-    exact = wide(hidden_NH.dtype)
-    needs_hidden, needs_weight, needs_bias = needs
-    grad_hidden = torch.empty_like(hidden_NH, dtype=exact) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight_VH, dtype=exact) if needs_weight else None
-    grad_bias = torch.zeros_like(bias_V, dtype=exact) if needs_bias and bias_V is not None else None
-    memory = memory_for(hidden_NH, weight_VH, chunk)
+    gradients = Gradients.new(
+        hidden_NH, weight_VH, needs=(needs[0], needs[1], needs[2]), shard=shard, weight_dtype=wide(hidden_NH.dtype)
+    )
+    narrow_VH = weight_VH.to(hidden_NH.dtype)
+    memory = memory_for(hidden_NH, narrow_VH, chunk)
     for rows in chunks(len(hidden_NH), chunk):
         hidden = _hidden_of(hidden_NH, labels_N, rows, ignore_index)
-        logits = logits_of(hidden, weight_VH, bias_V, soft_cap, memory)
+        logits = logits_of(hidden, narrow_VH, bias_V, soft_cap, memory)
         slope = None if soft_cap is None else cap_slope(logits, soft_cap)
         gradient = score.gradient_(logits, rows, known_NK[rows], upstream_N[rows])
         if slope is not None:
             gradient.mul_(slope)
-        if grad_bias is not None:
-            grad_bias += gradient.sum(0)
-        narrow = gradient.to(hidden.dtype)
-        if grad_hidden is not None:
-            multiply(narrow, weight_VH, grad_hidden[rows])
-        if grad_weight is not None:
-            add_product_(grad_weight, narrow.T, hidden)
-    if grad_hidden is not None and shard is not None:
-        shard.sum_(grad_hidden)
-    of_hidden, of_weight, of_bias = (
-        hidden_NH.new_empty(0) if gradient is None else gradient.to(hidden_NH.dtype)
-        for gradient in (grad_hidden, grad_weight, grad_bias)
-    )
-    return of_hidden, of_weight, of_bias
+        gradients.add_(rows, gradient, hidden, narrow_VH)
+    of_hidden, of_weight, of_bias = gradients.finished(hidden_NH.dtype, shard).or_empty(hidden_NH)
+    return of_hidden, of_weight.to(weight_VH.dtype), of_bias if bias_V is None else of_bias.to(bias_V.dtype)
 
 
 @_token_scores_backward.register_fake
-def _(  # noqa: PLR0917
+def _(
     upstream_N: Tensor,
     known_NK: Tensor,
-    needs: list[bool],
     hidden_NH: Tensor,
     weight_VH: Tensor,
     bias_V: Tensor | None,
-    *_: Any,
+    *others: Any,
 ) -> Any:
     del upstream_N, known_NK
+    needs: list[bool] = others[-1]
     return tuple(
-        torch.empty_like(operand, dtype=hidden_NH.dtype)
-        if is_needed and operand is not None
-        else hidden_NH.new_empty(0)
+        hidden_NH.new_empty(0, dtype=None if operand is None else operand.dtype)
+        if operand is None or not is_needed
+        else torch.empty_like(operand)
         for operand, is_needed in zip((hidden_NH, weight_VH, bias_V), needs)
     )
 
@@ -197,11 +201,21 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, upstream_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    known_NK, *tensors = ctx.saved_tensors
-    needs = list(ctx.needs_input_grad[:3])
-    made = _token_scores_backward(upstream_N, known_NK, needs, *tensors, *ctx.plain)
-    gradients = (gradient if is_needed else None for gradient, is_needed in zip(made, needs))
-    return *gradients, *(None for _ in (tensors[3], *ctx.plain))
+    needs = ctx.needs_input_grad[:3]
+    made = _gradients(upstream_N, ctx.saved_tensors, needs, plain_arguments=ctx.plain)
+    return *made, *(None for _ in ("labels", *ctx.plain))
+
+
+def _gradients(
+    upstream_N: Tensor,
+    saved: Sequence[Tensor | None],
+    needs: tuple[bool, bool, bool],
+    *,
+    plain_arguments: tuple[Any, ...],
+) -> tuple[Tensor | None, ...]:
+    """See `Backward`."""
+    made = _token_scores_backward(upstream_N, *saved, *plain_arguments, list(needs))
+    return tuple(gradient if is_needed else None for gradient, is_needed in zip(made, needs))
 
 
 _token_scores.register_autograd(_backward, setup_context=_keep)

@@ -139,6 +139,7 @@ def _top_k(  # noqa: PLR0917 - as of the other operators
 ) -> tuple[Tensor, Tensor]:
     shard = VocabularyShard.of(group_name, total)
     memory = memory_for(hidden_NH, weight_VH, chunk)
+    weight_VH = weight_VH.to(hidden_NH.dtype)
     log_probs_NK = memory.new_empty((len(hidden_NH), k))
     classes_NK = torch.empty_like(log_probs_NK, dtype=torch.int64)
     for rows in chunks(len(hidden_NH), chunk):
