@@ -236,14 +236,17 @@ def test_holds_one_chunk_of_logits(products):
 
 
 class Largest(TorchDispatchMode):
-    """Keeps the size of the largest tensor that was made."""
+    """Keeps the size of the largest tensor that an operation returned, and the most bytes that one made."""
 
     numel = 0
+    made = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.numel = max(self.numel, out.numel())
+            if not any(isinstance(x, torch.Tensor) and x.data_ptr() == out.data_ptr() for x in args):
+                self.made = max(self.made, out.nbytes)
         return out
 
 
@@ -382,16 +385,89 @@ def test_a_thousand_chunks_lose_nothing_of_the_weights_gradient_to_bf16():
     assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
 
 
-def test_autocast_narrows_nothing():
-    sample = case((64,), 50, size=32).as_dtype(torch.float32)
+def loss_of(hidden, weight, labels, bias):
+    return linear_cross_entropy(hidden, weight, labels, bias_V=bias, max_logits_bytes=1 << 11).sum
+
+
+def losses_of(hidden, weight, labels, bias):
+    return token_cross_entropy(hidden, weight, labels, bias_V=bias, max_logits_bytes=1 << 11).sum()
+
+
+def as_rounded(sample):
+    """The case in fp64 with hidden states and weight, but not the bias, of what bf16 keeps of them."""
+    exact = sample.as_dtype(torch.bfloat16).as_dtype(torch.float64)
+    return attrs.evolve(exact, bias=sample.bias.detach().double().requires_grad_())
+
+
+@pytest.mark.parametrize("function", [loss_of, losses_of])
+@pytest.mark.parametrize("narrows", ["autocast", "hidden states"])
+def test_of_an_fp32_weight_only_the_factor_of_products_is_narrowed(function, narrows):
+    sample = case((64,), 50, size=32, bias=True).as_dtype(torch.float32)
+    expected = oracle(as_rounded(sample)).sum()
+    wanted = torch.autograd.grad(oracle(exact := as_rounded(sample)).sum(), exact.operands)
+    hidden = sample.hidden if narrows == "autocast" else sample.hidden.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrows == "autocast"):
+        found = function(hidden, sample.weight, sample.labels, sample.bias)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)  # logits and softmax are not narrow
+    for gradient, truth in zip(torch.autograd.grad(found, sample.operands), wanted, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient.double() - truth).norm() < 2**-8 * truth.norm()  # as the gradient of logits is rounded
+        if len(gradient) == 50:
+            assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+def test_autocast_is_for_narrower_numbers_than_fp64():
+    sample = case((9,), 11)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
-        losses = token_cross_entropy(sample.hidden, sample.weight, sample.labels).sum()
-    expected = oracle(sample).sum()
-    for x in (loss, losses):
-        torch.testing.assert_close(x, expected, rtol=1e-5, atol=0)
-        found, wanted = (torch.autograd.grad(y, sample.operands, retain_graph=True) for y in (x, expected))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss, oracle(sample).sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("weight_dtype", ["fp32", "bf16 with gradients in fp32", "bf16 with any gradients"])
+def test_the_fp32_sum_over_chunks_is_the_gradient_where_that_may_be_fp32(weight_dtype):
+    sample = case((64,), 50, size=32, bias=True).as_dtype(torch.bfloat16)
+    if weight_dtype == "fp32":
+        sample = attrs.evolve(
+            sample, weight=sample.weight.detach().float().requires_grad_(), bias=sample.bias.detach().float()
+        )
+    else:
+        sample.weight.grad_dtype = None if "any" in weight_dtype else torch.float32
+    saved = []
+
+    def keep(x):
+        if x.shape == sample.weight.shape:
+            saved.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = loss_of(sample.hidden, sample.weight, sample.labels, sample.bias)
+    with Largest() as largest:
+        loss.backward()
+    gradient = sample.weight.grad
+    assert [gradient.data_ptr()] == saved  # made in forward, handed out as it is
+    assert largest.made < sample.weight.nbytes
+    exact = sample.as_dtype(torch.float64)
+    [wanted] = torch.autograd.grad(oracle(exact).sum(), [exact.weight])
+    assert gradient.dtype == torch.float32
+    assert (gradient.double() - wanted).norm() < 2**-8 * wanted.norm()
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+    sample.hidden.grad = sample.weight.grad = None
+    losses_of(sample.hidden, sample.weight, sample.labels, sample.bias).backward()
+    torch.testing.assert_close(sample.weight.grad, gradient, rtol=1e-2, atol=1e-3)
+    assert sample.weight.grad.dtype == torch.float32
+
+
+def test_a_tied_weight_sums_up_its_gradients_in_fp32_where_it_may():
+    table = (0.3 * torch.randn(50, 32)).bfloat16().requires_grad_()
+    ids, labels = torch.randint(50, (2, 64))
+    exact = table.detach().double().requires_grad_()
+    F.cross_entropy(F.embedding(ids, exact) @ exact.T, labels, reduction="sum").backward()
+    for takes, dtype in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (None, torch.float32)):
+        table.grad, table.grad_dtype = None, takes
+        linear_cross_entropy(F.embedding(ids, table), table, labels, max_logits_bytes=1 << 11).sum.backward()
+        assert table.grad.dtype == dtype
+        assert (table.grad.double() - exact.grad).norm() < 2**-7 * exact.grad.norm()
 
 
 def test_one_token_needs_no_batch():

@@ -7,6 +7,7 @@ import attrs
 import torch
 from torch import Tensor
 
+from ._gradients import dtype_for
 from ._labels import check_labels
 from ._options import LossOptions
 from ._products import wide
@@ -45,6 +46,7 @@ class ChunkedLinearCrossEntropy:
     ) -> Tensor:
         """Make the sum and its gradients, and hand the gradients out in backward."""
         exact = wide(hidden_NH.dtype)
+        weight_gradient_dtype = weight_VH.dtype if self.rounds_weight_gradient else exact
         logits_dtype = hidden_NH.dtype if self.rounds_logits else exact
         operands = (hidden_NH, weight_VH, bias_V)
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
@@ -63,13 +65,13 @@ class ChunkedLinearCrossEntropy:
             needs,
             self.chunk_loss,
             logits_dtype,
-            weight_VH.dtype if self.rounds_weight_gradient else exact,
+            weight_gradient_dtype,
         )
         # Each gradient has a node of its own, which adds 0 to the sum: a split backward pass runs those it is to run.
         total: Tensor = made[0]
         for operand, gradient, is_needed in zip(operands, made[1:], needs):
-            if is_needed:
-                total = total + _Gradient.apply(operand, gradient, made[0])
+            if operand is not None and is_needed:
+                total = total + _Gradient.apply(operand, gradient, made[0], dtype_for(operand, gradient.dtype))
         return total
 
 
@@ -77,22 +79,23 @@ class _Gradient(torch.autograd.Function):
     """A 0 that depends on an operand, with a gradient that is known up to a factor."""
 
     @staticmethod
-    def forward(ctx: Any, operand: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
+    def forward(ctx: Any, operand: Tensor, gradient: Tensor, like: Tensor, dtype: torch.dtype) -> Tensor:
+        del operand
         ctx.save_for_backward(gradient)
-        ctx.dtype = operand.dtype
+        ctx.dtype = dtype
         return torch.zeros_like(like)
 
     @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None, None]:
         (gradient,) = ctx.saved_tensors
         factor = factors[0].view(1)  # a number of no dims would be rounded to the dtype of the gradient
         if torch.compiler.is_compiling():
-            return (gradient * factor).to(ctx.dtype), None, None
+            return (gradient * factor).to(ctx.dtype), None, None, None
         refuse_second_derivative()
         if gradient.dtype == ctx.dtype and _is_last_backward():
-            return gradient.mul_(factor), None, None  # there may be no memory for another
+            return gradient.mul_(factor), None, None, None  # there may be no memory for another
         made = torch.empty_like(gradient, dtype=ctx.dtype)
-        return torch.mul(gradient, factor, out=made), None, None
+        return torch.mul(gradient, factor, out=made), None, None, None
 
 
 def _is_last_backward() -> bool:

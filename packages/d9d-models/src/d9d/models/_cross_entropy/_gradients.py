@@ -67,3 +67,10 @@ class Gradients:
             like.new_empty(0) if x is None else x for x in (self.hidden_NH, self.weight_VH, self.bias_V)
         )
         return of_hidden, of_weight, of_bias
+
+
+def dtype_for(operand: Tensor, summed: torch.dtype) -> torch.dtype:
+    """Of the gradient that a weight or bias gets: that in which it was summed where ``grad_dtype`` takes it."""
+    if torch.compiler.is_compiling() or not operand.is_leaf:
+        return operand.dtype
+    return summed if operand.grad_dtype in {None, summed} else operand.dtype

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._gradients import Gradients
+from ._gradients import Gradients, dtype_for
 from ._labels import check_labels, counted, without_uncounted
 from ._options import LossOptions
 from ._products import multiply, wide, without_autocast
@@ -51,6 +51,8 @@ def scores(
         if torch.compiler.is_compiling():  # to whom all gradients are one node
             found_N: Tensor = _token_scores(*operands, *plain_arguments)[0]
         else:
+            summed = wide(hidden.dtype)
+            dtypes = [hidden.dtype, *(None if x is None else dtype_for(x, summed) for x in (weight_VH, bias_V))]
             with torch.no_grad():
                 found_N, known_NK = _token_scores(*operands, *plain_arguments)
             found_N = with_gradients(
@@ -59,7 +61,7 @@ def scores(
                 weight_VH,
                 bias_V,
                 saved=(known_NK, *operands),
-                backward=functools.partial(_gradients, plain_arguments=plain_arguments),
+                backward=functools.partial(_gradients, plain_arguments=plain_arguments, dtypes=dtypes),
             )
     return found_N.view(hidden.shape[:-1])
 
@@ -154,7 +156,7 @@ def _token_scores_backward(  # noqa: PLR0917
     chunk: int,
     needs: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of hidden states, weight and bias; empty where not needed."""
+    """The gradients of hidden states, weight and bias, of these two as they are summed; empty where not needed."""
     options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
     shard = VocabularyShard.of(group_name, classes)
     score = _score_of(labels_N, options, shard)
@@ -171,8 +173,7 @@ def _token_scores_backward(  # noqa: PLR0917
         if slope is not None:
             gradient.mul_(slope)
         gradients.add_(rows, gradient, hidden, narrow_VH)
-    of_hidden, of_weight, of_bias = gradients.finished(hidden_NH.dtype, shard).or_empty(hidden_NH)
-    return of_hidden, of_weight.to(weight_VH.dtype), of_bias if bias_V is None else of_bias.to(bias_V.dtype)
+    return gradients.finished(hidden_NH.dtype, shard).or_empty(hidden_NH)
 
 
 @_token_scores_backward.register_fake
@@ -186,12 +187,13 @@ def _(
 ) -> Any:
     del upstream_N, known_NK
     needs: list[bool] = others[-1]
-    return tuple(
-        hidden_NH.new_empty(0, dtype=None if operand is None else operand.dtype)
-        if operand is None or not is_needed
-        else torch.empty_like(operand)
-        for operand, is_needed in zip((hidden_NH, weight_VH, bias_V), needs)
+    summed = wide(hidden_NH.dtype)
+    gradients = Gradients(
+        torch.empty_like(hidden_NH) if needs[0] else None,
+        torch.empty_like(weight_VH, dtype=summed) if needs[1] else None,
+        None if bias_V is None or not needs[2] else torch.empty_like(bias_V, dtype=summed),
     )
+    return gradients.or_empty(hidden_NH)
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -201,8 +203,9 @@ def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _backward(ctx: Any, upstream_N: Tensor, _: Tensor) -> tuple[Tensor | None, ...]:
-    needs = ctx.needs_input_grad[:3]
-    made = _gradients(upstream_N, ctx.saved_tensors, needs, plain_arguments=ctx.plain)
+    needs, operands = ctx.needs_input_grad[:3], ctx.saved_tensors[1:4]
+    dtypes = [None if x is None else x.dtype for x in operands]
+    made = _gradients(upstream_N, ctx.saved_tensors, needs, plain_arguments=ctx.plain, dtypes=dtypes)
     return *made, *(None for _ in ("labels", *ctx.plain))
 
 
@@ -212,10 +215,11 @@ def _gradients(
     needs: tuple[bool, bool, bool],
     *,
     plain_arguments: tuple[Any, ...],
+    dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, ...]:
-    """See `Backward`."""
+    """See `Backward`; in these dtypes."""
     made = _token_scores_backward(upstream_N, *saved, *plain_arguments, list(needs))
-    return tuple(gradient if is_needed else None for gradient, is_needed in zip(made, needs))
+    return tuple(gradient.to(dtype) if is_needed else None for gradient, dtype, is_needed in zip(made, dtypes, needs))
 
 
 _token_scores.register_autograd(_backward, setup_context=_keep)
