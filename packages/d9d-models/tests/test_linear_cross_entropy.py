@@ -235,6 +235,20 @@ def test_holds_one_chunk_of_logits(products):
     assert products == [*[(3, 80), (3, 4), (80, 4)] * 3, (1, 80), (1, 4), (80, 4)]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "most", "taken"), [(10, 9, [5, 5]), (10, 10, [10]), (1100, 1024, [768, 332]), (3000, 1100, [1024] * 3)]
+)
+def test_chunks_are_even_and_aligned_where_they_are_large(tokens, most, taken, products):
+    sample = case((tokens,), 80, size=4)
+    with torch.no_grad():
+        linear_cross_entropy(sample.hidden, sample.weight, sample.labels, max_logits_bytes=most * 80 * 8)
+        token_log_probs(sample.hidden, sample.weight, sample.labels, max_logits_bytes=most * 80 * 8)
+    found = [rows for rows, _ in products]
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert sum(found) == 2 * tokens
+    assert found[: len(taken)] == taken
+
+
 class Largest(TorchDispatchMode):
     """Keeps the size of the largest tensor that an operation returned, and the most bytes that one made."""
 
@@ -674,6 +688,22 @@ def test_compiles_with_settings_of_a_backend_and_a_weight_that_is_transposed(mon
         torch.testing.assert_close(gradient, torch.autograd.grad(oracle(sample).sum(), [sample.weight])[0])
     assert any(config is first for config in asked)
     assert any(config is second for config in asked)  # not the graph of the first
+
+
+def test_compiles_under_autocast():
+    def score(hidden, weight, labels):
+        total = linear_cross_entropy(hidden * 2, weight, labels).sum
+        return total + token_entropies(hidden, weight).sum() + top_k_log_probs(hidden, weight, 2).log_probs.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
+    sample = case((9,), 11).as_dtype(torch.float32)
+    found = []
+    for function in (compiled, score):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(function(sample.hidden, sample.weight, sample.labels))
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(x, sample.operands) for x in found))
 
 
 def test_compiles_to_one_graph_without_recompilation_over_token_counts():

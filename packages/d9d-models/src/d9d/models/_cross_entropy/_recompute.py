@@ -18,7 +18,7 @@ from ._options import LossOptions
 from ._products import multiply, wide, without_autocast
 from ._scores import Entropy, Loss, TokenScore
 from ._softmax import cap_, cap_slope
-from ._three_products import chunks, rows_within
+from ._three_products import chunks, even_chunk, rows_within
 from ._two_nodes import with_gradients
 from ._vocabulary import VocabularyShard, plain
 
@@ -80,7 +80,7 @@ def logits_of(
 
 def memory_for(hidden_NH: Tensor, weight_VH: Tensor, chunk: int) -> Tensor:
     """For the logits of one chunk."""
-    return hidden_NH.new_empty((min(chunk, len(hidden_NH)), len(weight_VH)), dtype=wide(hidden_NH.dtype))
+    return hidden_NH.new_empty((chunk, len(weight_VH)), dtype=wide(hidden_NH.dtype))
 
 
 def _score_of(labels_N: Tensor | None, options: LossOptions, shard: VocabularyShard | None) -> TokenScore:
@@ -112,6 +112,7 @@ def _token_scores(  # noqa: PLR0917 - operators take no keywords from autograd
     shard = VocabularyShard.of(group_name, classes)
     score = _score_of(labels_N, options, shard)
     narrow_VH = weight_VH.to(hidden_NH.dtype)
+    chunk = even_chunk(len(hidden_NH), chunk)
     memory = memory_for(hidden_NH, weight_VH, chunk)
     found_N = memory.new_empty(len(hidden_NH))
     known_NK = memory.new_empty(_known_shape(hidden_NH, labels_N))
@@ -164,6 +165,7 @@ def _token_scores_backward(  # noqa: PLR0917
         hidden_NH, weight_VH, needs=(needs[0], needs[1], needs[2]), shard=shard, weight_dtype=wide(hidden_NH.dtype)
     )
     narrow_VH = weight_VH.to(hidden_NH.dtype)
+    chunk = even_chunk(len(hidden_NH), chunk)
     memory = memory_for(hidden_NH, narrow_VH, chunk)
     for rows in chunks(len(hidden_NH), chunk):
         hidden = _hidden_of(hidden_NH, labels_N, rows, ignore_index)

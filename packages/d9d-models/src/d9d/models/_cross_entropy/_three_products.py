@@ -7,7 +7,7 @@ in backward takes four.
 Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import attrs
@@ -45,6 +45,17 @@ class ChunkLoss(Protocol):
 
 
 @attrs.frozen(kw_only=True)
+class ChunkFunctions:
+    """A backend that goes chunk by chunk."""
+
+    loss: ChunkLoss
+    """Of the logits of a chunk."""
+
+    scale_: Callable[[Tensor, Tensor], None]
+    """Multiplies a gradient, whose numbers lie side by side in some order, by one number in fp32 or fp64, (1,)."""
+
+
+@attrs.frozen(kw_only=True)
 class Precision:
     """Dtypes on the way."""
 
@@ -74,7 +85,8 @@ def sum_and_gradients(
     gradients = Gradients.new(hidden_NH, weight_VH, needs=needs, shard=shard, weight_dtype=precision.weight_gradient)
     total = hidden_NH.new_zeros((), dtype=wide(hidden_NH.dtype))
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    memory = hidden_NH.new_empty((min(chunk, len(hidden_NH)), len(weight_VH)), dtype=precision.logits)
+    chunk = even_chunk(len(hidden_NH), chunk)
+    memory = hidden_NH.new_empty((chunk, len(weight_VH)), dtype=precision.logits)
     counted_N = counted(labels_N, weights_N, options.ignore_index)
     for rows in chunks(len(hidden_NH), chunk):
         hidden = without_uncounted(hidden_NH[rows], counted_N[rows])
@@ -98,12 +110,18 @@ def sum_and_gradients(
 def rows_within(
     max_logits_bytes: int, weight_VH: Tensor, shard: VocabularyShard | None, logits_dtype: torch.dtype
 ) -> int:
-    """How many tokens make a chunk: as many on all ranks."""
+    """How many tokens a chunk may have: as many on all ranks."""
     classes = weight_VH.shape[0] if shard is None else shard.length
     chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
     return chunk if chunk <= ALIGNMENT else chunk - chunk % ALIGNMENT
 
 
+def even_chunk(rows: int, most: int) -> int:
+    """How many rows a chunk has, so that all have about as many: a small last one costs nearly as much as a whole."""
+    even = -(-rows // max(1, -(-rows // most)))
+    return even if even <= ALIGNMENT else -(-even // ALIGNMENT) * ALIGNMENT
+
+
 def chunks(rows: int, chunk: int) -> Iterator[slice]:
     """Slices of at most ``chunk`` rows."""
-    return (slice(start, start + chunk) for start in range(0, rows, chunk))
+    return (slice(start, start + chunk) for start in range(0, rows, max(1, chunk)))

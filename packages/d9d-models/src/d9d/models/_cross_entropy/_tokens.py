@@ -12,7 +12,7 @@ from ._options import LossOptions
 from ._products import under_autocast, wide, without_autocast
 from ._recompute import logits_of, memory_for, scores
 from ._softmax import log_partition
-from ._three_products import chunks, rows_within
+from ._three_products import chunks, even_chunk, rows_within
 from ._vocabulary import VocabularyShard, plain
 
 
@@ -141,6 +141,7 @@ def _top_k(  # noqa: PLR0917 - as of the other operators
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     shard = VocabularyShard.of(group_name, total)
+    chunk = even_chunk(len(hidden_NH), chunk)
     memory = memory_for(hidden_NH, weight_VH, chunk)
     weight_VH = weight_VH.to(hidden_NH.dtype)
     log_probs_NK = memory.new_empty((len(hidden_NH), k))
