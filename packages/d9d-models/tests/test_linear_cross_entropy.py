@@ -236,7 +236,8 @@ def test_holds_one_chunk_of_logits(products):
 
 
 @pytest.mark.parametrize(
-    ("tokens", "most", "taken"), [(10, 9, [5, 5]), (10, 10, [10]), (1100, 1024, [768, 332]), (3000, 1100, [1024] * 3)]
+    ("tokens", "most", "taken"),
+    [(10, 9, [5, 5]), (10, 10, [10]), (1100, 1024, [768, 332]), (3000, 1100, [1024, 1024, 952])],
 )
 def test_chunks_are_even_and_aligned_where_they_are_large(tokens, most, taken, products):
     sample = case((tokens,), 80, size=4)
