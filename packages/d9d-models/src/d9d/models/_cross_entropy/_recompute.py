@@ -48,7 +48,8 @@ def scores(
         rows_within(max_logits_bytes, weight_VH, shard, wide(hidden.dtype)),
     )
     with without_autocast(hidden.device.type):
-        if torch.compiler.is_compiling():  # to whom all gradients are one node
+        needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
+        if torch.compiler.is_compiling() or not any(needs):  # to the compiler all gradients are one node
             found_N: Tensor = _token_scores(*operands, *plain_arguments)[0]
         else:
             summed = wide(hidden.dtype)
