@@ -226,3 +226,28 @@ def test_tied_heads_train_replicated_and_sharded(segments):
         F.cross_entropy(F.embedding(ids, table) @ table.T, ids, reduction="sum").backward()
         for found in gradients:
             torch.testing.assert_close(torch.cat(list(found.values())), table.grad, rtol=1e-12, atol=1e-12)
+
+
+def fp32_gradient_of_a_bf16_head():
+    """As `GradientSync` sums it, and the same in fp64."""
+    with DistContext.launch(MeshConfig(), "cpu") as context:
+        torch.manual_seed(0)
+        head = LanguageModelingHead(32, 50, config=HeadConfig(max_logits_bytes=1 << 11)).bfloat16()
+        parallelize_replicate(head, context.mesh("dense")["dp_replicate"])
+        hidden, labels = torch.randn(64, 32).bfloat16(), torch.randint(50, (64,))
+        sync = GradientSync([list(head.parameters())])
+        for last in (False, True):
+            with sync.microbatch(0, last=last):
+                head(hidden, labels).loss.sum.backward()
+        sync.finish()
+        exact = head.weight.detach().double().requires_grad_()
+        (2 * F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum")).backward()
+        [weight] = head.parameters()
+        return weight.grad.full_tensor(), exact.grad
+
+
+def test_gradient_sync_gets_the_fp32_sum_of_a_bf16_head_unrounded():
+    [(found, wanted)] = run_world(1, fp32_gradient_of_a_bf16_head)
+    assert found.dtype == torch.float32
+    assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
+    assert not torch.equal(found, found.bfloat16().float())
