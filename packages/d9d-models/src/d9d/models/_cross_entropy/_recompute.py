@@ -213,7 +213,7 @@ def _backward(ctx: Any, upstream_N: Tensor, _: Tensor) -> tuple[Tensor | None, .
 
 
 def _gradients(
-    upstream_N: Tensor,
+    upstream: Tensor,
     saved: Sequence[Tensor | None],
     needs: tuple[bool, bool, bool],
     *,
@@ -221,7 +221,7 @@ def _gradients(
     dtypes: Sequence[torch.dtype | None],
 ) -> tuple[Tensor | None, ...]:
     """See `Backward`; in these dtypes."""
-    made = _token_scores_backward(upstream_N, *saved, *plain_arguments, list(needs))
+    made = _token_scores_backward(upstream, *saved, *plain_arguments, list(needs))
     return tuple(gradient.to(dtype) if is_needed else None for gradient, dtype, is_needed in zip(made, dtypes, needs))
 
 

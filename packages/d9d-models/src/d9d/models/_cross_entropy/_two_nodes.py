@@ -6,15 +6,13 @@ first, computes all gradients in one go and leaves the weights' to the other nod
 """
 
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
 from ._second_derivative import refuse_second_derivative
-
-OfWeights: TypeAlias = tuple[Tensor | None, Tensor | None]
 
 
 class Backward(Protocol):
@@ -51,7 +49,7 @@ class _Meeting:
     """Where the two nodes of one operation meet in backward."""
 
     backward: Backward
-    left: tuple[Tensor, OfWeights] | None = None
+    left: tuple[Tensor, Sequence[Tensor | None]] | None = None
     """What the hidden states' node has computed for the weights', and of which upstream gradient."""
 
 
@@ -77,7 +75,8 @@ class _Weights(torch.autograd.Function):
         left, meeting.left = meeting.left, None
         if left is not None and left[0] is upstream:  # else it is of a pass that has failed
             return None, None, None, *left[1]
-        needs = (False, *ctx.needs_input_grad[3:])
+        needs_weight, needs_bias = ctx.needs_input_grad[3:]
+        needs = (False, needs_weight, needs_bias)
         return None, None, None, *meeting.backward(upstream, ctx.saved_tensors, needs)[1:]
 
 
@@ -97,10 +96,11 @@ class _Hidden(torch.autograd.Function):
         meeting: _Meeting = ctx.meeting
         # As `torch.autograd.graph.register_multi_grad_hook` asks the engine; nothing public tells.
         will_run: Any = torch._C._will_engine_execute_node  # noqa: SLF001
-        others = (False, False)
+        needs_weight = needs_bias = False
         if ctx.weights_node is not None and will_run(ctx.weights_node):
-            others = ctx.weights_node.needs_input_grad[3:]
-        of_hidden, of_weight, of_bias = meeting.backward(upstream, ctx.saved_tensors, (True, *others))
-        if any(others):
-            meeting.left = upstream, (of_weight, of_bias)
+            needs_weight, needs_bias = ctx.weights_node.needs_input_grad[3:]
+        needs = (True, needs_weight, needs_bias)
+        of_hidden, *of_weights = meeting.backward(upstream, ctx.saved_tensors, needs)
+        if needs_weight or needs_bias:
+            meeting.left = upstream, of_weights
         return None, None, None, None, of_hidden
