@@ -667,6 +667,27 @@ def test_fake_tensors_pass():
         assert top_k_log_probs(sample.hidden, sample.weight, 2).classes.shape == (5, 2)
 
 
+@pytest.mark.parametrize(
+    "needs", [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_operators_are_as_torch_wants_them(needs, has_bias):
+    hidden, weight = torch.randn(5, 6).bfloat16(), torch.randn(7, 6)
+    bias, labels = torch.randn(7).bfloat16() if has_bias else None, torch.randint(7, (5,))
+    needs = [*needs[:2], needs[2] and has_bias]
+    checks = ("test_schema", "test_faketensor")
+    options = (-100, 0.1, 1e-2, 3.0, None, 0, 2)  # as of `LossOptions`, no split vocabulary, two tokens a chunk
+    common = (hidden, weight, bias, labels)
+    dtypes = (torch.float32, torch.float32)  # of logits and of the weight's gradient
+    for operator, arguments in {
+        torch.ops.d9d.linear_cross_entropy.default: (*common, None, *options, needs, "torch", *dtypes),
+        torch.ops.d9d.token_scores.default: (*common, *options),
+        torch.ops.d9d.token_scores_backward.default: (torch.rand(5), torch.rand(5, 1), *common, *options, needs),
+        torch.ops.d9d.top_k_log_probs.default: (hidden, weight, 3, bias, 3.0, None, 0, 2),
+    }.items():
+        torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
 def test_token_functions_compile_to_one_graph_over_token_counts():
     def score(hidden, weight, labels, bias):
         losses = token_cross_entropy(hidden * 2, weight, labels, bias_V=bias, label_smoothing=0.1, z_loss=1e-2)

@@ -45,13 +45,25 @@ def oracle(operands, labels, *, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
     return losses + z_loss * logits.logsumexp(-1).square() * (labels != -100)
 
 
+def transposed(x):
+    """The same numbers, a column after the other."""
+    return x.detach().T.contiguous().T.requires_grad_()
+
+
+def in_gaps(x):
+    """The same numbers, with others between them."""
+    return x.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("lay_out", [lambda x: x, transposed, in_gaps], ids=["contiguous", "transposed", "gaps"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING])
 @pytest.mark.parametrize(
     "backend", ["torch", TritonLinearCrossEntropyConfig(), TritonLinearCrossEntropyConfig(rounds_weight_gradient=True)]
 )
-def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options):
+def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options, lay_out):  # case 49
     *operands, labels, weights = draw()
+    operands[:2] = [lay_out(x) for x in operands[:2]]
     exact = [x.detach().double().requires_grad_() for x in operands]
     wanted = (oracle(exact, labels, **options) * weights).sum()
     hidden, weight, bias = operands
