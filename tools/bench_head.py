@@ -2,8 +2,9 @@
 
     python tools/bench_head.py
 
-Memory is the peak beyond hidden states, weight and labels, with the two gradients in it. ``D9D`` lines are backends of
-``d9d.models.linear_cross_entropy``; cut-cross-entropy is measured where it is installed.
+Memory is the peak beyond hidden states, weight and labels: with the two gradients in it, and beyond these. ``D9D``
+lines are backends of ``d9d.models.linear_cross_entropy``; cut-cross-entropy is measured where it is installed. Weight
+and gradients are bf16 unless a line says otherwise, products always.
 """
 
 import gc
@@ -51,6 +52,24 @@ def ours(hidden: Tensor, weight: Tensor, labels: Tensor, *, backend: LinearCross
     return linear_cross_entropy(hidden, weight, labels, backend=backend, max_logits_bytes=memory).sum
 
 
+def autocast_linear_and_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    """The same with an fp32 weight."""
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        return linear_and_loss(hidden, weight, labels)
+
+
+def with_fp32_gradient(weight: Tensor) -> Tensor:
+    """The same weight, whose gradient stays as it was summed."""
+    leaf = weight.detach().requires_grad_()
+    leaf.grad_dtype = torch.float32
+    return leaf
+
+
+def as_fp32(weight: Tensor) -> Tensor:
+    """A weight of fp32."""
+    return weight.detach().float().requires_grad_()
+
+
 def ways() -> dict[str, Loss]:
     """By name."""
     found: dict[str, Loss] = {
@@ -73,9 +92,19 @@ def ways() -> dict[str, Loss]:
     return found
 
 
-def measure(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, float, float]:
-    """Median milliseconds of forward and backward, peak GiB beyond what was there, and the loss of a token."""
-    times, value = [], 0.0
+def wide_ways() -> dict[str, tuple[Loss, Callable[[Tensor], Tensor]]]:
+    """By name, with what they make of the weight."""
+    triton = partial(ours, backend=TritonLinearCrossEntropyConfig(), memory=SMALL)
+    return {
+        "fp32 weight: autocast, linear": (autocast_linear_and_loss, as_fp32),
+        "fp32 weight: D9D triton, 304 MiB": (triton, as_fp32),
+        "fp32 gradient: D9D triton, 304 MiB": (triton, with_fp32_gradient),
+    }
+
+
+def measure(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple[float, float, float, float]:
+    """Median milliseconds of forward and backward, peak GiB beyond what was there, the gradients', a token's loss."""
+    times, value, gradients = [], 0.0, 0
     gc.collect()
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
@@ -89,10 +118,11 @@ def measure(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end))
         value = total.item() / len(labels)
+        gradients = sum(x.grad.nbytes for x in (hidden, weight) if x.grad is not None)
         hidden.grad = weight.grad = None
         del total
     peak = (torch.cuda.max_memory_allocated() - before) / 2**30
-    return statistics.median(times[WARMUP:]), peak, value
+    return statistics.median(times[WARMUP:]), peak, gradients / 2**30, value
 
 
 def main() -> None:
@@ -102,14 +132,14 @@ def main() -> None:
         hidden = torch.randn(tokens, size, device="cuda", dtype=torch.bfloat16, requires_grad=True)
         weight = (torch.randn(classes, size, device="cuda") * 0.02).bfloat16().requires_grad_()
         labels = torch.randint(classes, (tokens,), device="cuda")
-        gradients = (hidden.nbytes + weight.nbytes) / 2**30
-        print(f"{tokens} x {size} x {classes}: gradients {gradients:.2f} GiB")
+        print(f"{tokens} x {size} x {classes}: ms, x the first, GiB, GiB beyond the gradients")
         reference = None
-        for name, loss in ways().items():
-            milliseconds, peak, value = measure(loss, hidden, weight, labels)
+        measured = {name: (loss, lambda weight: weight) for name, loss in ways().items()} | wide_ways()
+        for name, (loss, make) in measured.items():
+            milliseconds, peak, gradients, value = measure(loss, hidden, make(weight), labels)
             reference = reference or milliseconds
             columns = (f"{milliseconds:6.1f} ms", f"x {milliseconds / reference:4.2f}", f"{peak:6.2f} GiB")
-            print(f"  {name:<30}", *columns, f"loss {value:.5f}", sep="  ", flush=True)
+            print(f"  {name:<36}", *columns, f"{peak - gradients:6.2f} GiB", f"loss {value:.5f}", sep="  ", flush=True)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,8 @@ from d9d.models import (
     TokenEmbedding,
     contrastive_loss,
     pool,
+    token_entropies,
+    token_log_probs,
 )
 from d9d.parallel import GradientSync, ShardPolicy, parallelize_fsdp, parallelize_replicate
 
@@ -226,3 +228,65 @@ def test_tied_heads_train_replicated_and_sharded(segments):
         F.cross_entropy(F.embedding(ids, table) @ table.T, ids, reduction="sum").backward()
         for found in gradients:
             torch.testing.assert_close(torch.cat(list(found.values())), table.grad, rtol=1e-12, atol=1e-12)
+
+
+def fp32_gradient_of_a_bf16_head():
+    """As `GradientSync` sums it, and the same in fp64."""
+    with DistContext.launch(MeshConfig(), "cpu") as context:
+        torch.manual_seed(0)
+        head = LanguageModelingHead(32, 50, config=HeadConfig(max_logits_bytes=1 << 11)).bfloat16()
+        parallelize_replicate(head, context.mesh("dense")["dp_replicate"])
+        hidden, labels = torch.randn(64, 32).bfloat16(), torch.randint(50, (64,))
+        sync = GradientSync([list(head.parameters())])
+        for last in (False, True):
+            with sync.microbatch(0, last=last):
+                head(hidden, labels).loss.sum.backward()
+        sync.finish()
+        exact = head.weight.detach().double().requires_grad_()
+        (2 * F.cross_entropy(hidden.double() @ exact.T, labels, reduction="sum")).backward()
+        [weight] = head.parameters()
+        return weight.grad.full_tensor(), exact.grad
+
+
+def test_gradient_sync_gets_the_fp32_sum_of_a_bf16_head_unrounded():
+    [(found, wanted)] = run_world(1, fp32_gradient_of_a_bf16_head)
+    assert found.dtype == torch.float32
+    assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
+    assert not torch.equal(found, found.bfloat16().float())
+
+
+class Scored(nn.Module):
+    """Scores of each token, in one unit with its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.head = LanguageModelingHead(4, 10)
+
+    def forward(self, hidden, labels):
+        log_probs = token_log_probs(hidden, self.head.weight, labels)
+        return log_probs.sum() - 0.3 * token_entropies(hidden, self.head.weight).sum()
+
+
+def sharded_token_gradients():
+    with DistContext.launch(MeshConfig(shard=2), "cpu") as context:
+        with torch.device("meta"):
+            model = Scored().double()
+        policy = ShardPolicy(compute_dtype=None, reduce_dtype=None)
+        parallelize_fsdp(model, context.mesh("dense")["dp_cp_shard"], policy=policy)
+        materialize(model, device=torch.device("cpu"), seed=0)
+        torch.manual_seed(0)
+        hidden = torch.randn(2, 7, 4, dtype=torch.float64, requires_grad=True)
+        labels = torch.randint(10, (2, 7))
+        model(hidden[context.rank], labels[context.rank]).backward()
+        [weight] = model.parameters()
+        exact = weight.full_tensor().detach().requires_grad_()
+        log_probs = (hidden @ exact.T).log_softmax(-1)
+        total = log_probs.gather(-1, labels[..., None]).sum() + 0.3 * (log_probs.exp() * log_probs).sum()
+        wanted = torch.autograd.grad(total, [hidden, exact])
+        return hidden.grad[context.rank], wanted[0][context.rank], weight.grad.full_tensor(), wanted[1]
+
+
+def test_tokens_are_scored_under_a_sharded_weight():
+    for of_hidden, wanted_of_hidden, of_weight, wanted_of_weight in run_world(2, sharded_token_gradients):
+        torch.testing.assert_close(of_hidden, wanted_of_hidden, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(of_weight, wanted_of_weight, rtol=1e-12, atol=1e-12)

@@ -1,6 +1,8 @@
 """The chunked loss and what tokens get, against torch's own functions on whole logits in fp64."""
 
+import gc
 import sys
+import weakref
 from importlib.machinery import ModuleSpec
 
 import attrs
@@ -233,15 +235,33 @@ def test_holds_one_chunk_of_logits(products):
     assert products == [*[(3, 80), (3, 4), (80, 4)] * 3, (1, 80), (1, 4), (80, 4)]
 
 
+@pytest.mark.parametrize(
+    ("tokens", "most", "taken"),
+    [(10, 9, [5, 5]), (10, 10, [10]), (1100, 1024, [768, 332]), (3000, 1100, [1024, 1024, 952])],
+)
+def test_chunks_are_even_and_aligned_where_they_are_large(tokens, most, taken, products):
+    sample = case((tokens,), 80, size=4)
+    with torch.no_grad():
+        linear_cross_entropy(sample.hidden, sample.weight, sample.labels, max_logits_bytes=most * 80 * 8)
+        token_log_probs(sample.hidden, sample.weight, sample.labels, max_logits_bytes=most * 80 * 8)
+    found = [rows for rows, _ in products]
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert sum(found) == 2 * tokens
+    assert found[: len(taken)] == taken
+
+
 class Largest(TorchDispatchMode):
-    """Keeps the size of the largest tensor that was made."""
+    """Keeps the size of the largest tensor that an operation returned, and the most bytes that one made."""
 
     numel = 0
+    made = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         out = function(*args, **(kwargs or {}))
         if isinstance(out, torch.Tensor):
             self.numel = max(self.numel, out.numel())
+            if not any(isinstance(x, torch.Tensor) and x.data_ptr() == out.data_ptr() for x in args):
+                self.made = max(self.made, out.nbytes)
         return out
 
 
@@ -254,6 +274,100 @@ def test_a_pass_for_the_input_runs_nothing_of_the_weight():
     with Largest() as largest:
         torch.autograd.grad(loss, [sample.weight])
     assert largest.numel == sample.weight.numel()
+
+
+def entropies_of(hidden, weight, labels, *, bias_V):
+    del labels
+    return token_entropies(hidden, weight, bias_V=bias_V)
+
+
+def split_case(function):
+    """Scores by the function and of whole logits, with the sides that a split backward pass asks for."""
+    sample = case((10,), 80, size=4, bias=True)
+    found = function(sample.hidden, sample.weight, sample.labels, bias_V=sample.bias)
+    log_probs = logits_of(sample).log_softmax(-1)
+    wanted = -(log_probs.exp() * log_probs).sum(-1) if function is entropies_of else oracle(sample)
+    return sample, found, wanted, ([sample.hidden], [sample.weight, sample.bias])
+
+
+SCORES = [token_cross_entropy, entropies_of]
+FORWARD, OF_HIDDEN, OF_WEIGHT = (10, 80), (10, 4), (80, 4)
+
+
+@pytest.mark.parametrize("function", SCORES)
+def test_a_split_backward_of_tokens_computes_one_side_and_a_whole_one_both_of_the_same_logits(function, products):
+    sample, found, wanted, sides = split_case(function)
+    upstream = torch.randn(10, dtype=torch.float64)
+    expected = torch.autograd.grad(wanted, sample.operands, upstream)
+    orders = [(sides[0], sides[1]), (sides[1], sides[0])]
+    made = {id(sides[0]): [FORWARD, OF_HIDDEN], id(sides[1]): [FORWARD, OF_WEIGHT]}
+    for order in orders:
+        gradients = {}
+        for side in order:
+            products.clear()
+            gradients[id(side)] = torch.autograd.grad(found, side, upstream, retain_graph=True)
+            assert products == made[id(side)]
+        together = (*gradients[id(sides[0])], *gradients[id(sides[1])])
+        torch.testing.assert_close(together, expected, rtol=1e-10, atol=1e-12)
+    products.clear()
+    whole = torch.autograd.grad(found, sample.operands, upstream, retain_graph=True)
+    assert products == [FORWARD, OF_HIDDEN, OF_WEIGHT]
+    torch.testing.assert_close(whole, expected, rtol=1e-10, atol=1e-12)
+    products.clear()
+    found.backward(upstream)
+    assert products == [FORWARD, OF_HIDDEN, OF_WEIGHT]
+    assert all(torch.equal(x.grad, gradient) for x, gradient in zip(sample.operands, whole))
+
+
+@pytest.mark.parametrize("function", SCORES)
+def test_what_a_failed_pass_has_computed_is_not_taken_by_the_next(function):
+    sample, found, wanted, _ = split_case(function)
+
+    def fail(of_inputs, of_outputs):
+        raise KeyError
+
+    handle = node_of(found, "_HiddenBackward").register_hook(fail)
+    with pytest.raises(KeyError):
+        found.sum().backward(retain_graph=True)
+    handle.remove()
+    [of_weight] = torch.autograd.grad(found.sum() * 2, [sample.weight])
+    torch.testing.assert_close(of_weight, torch.autograd.grad(wanted.sum() * 2, [sample.weight])[0])
+
+
+def node_of(x, name):
+    """The node of this name in the graph of x."""
+    nodes = [x.grad_fn]
+    while nodes[-1].name() != name:
+        nodes[-1:] = [node for node, _ in nodes[-1].next_functions if node is not None]
+    return nodes[-1]
+
+
+@pytest.mark.parametrize("trained", [("hidden",), ("weight",), ("bias",), ("hidden", "bias"), ()])
+def test_what_is_frozen_takes_no_product(trained, products):
+    sample = case((10,), 80, size=4, bias=True)
+    for name in ("hidden", "weight", "bias"):
+        getattr(sample, name).requires_grad_(name in trained)
+    losses = token_cross_entropy(sample.hidden, sample.weight, sample.labels, bias_V=sample.bias)
+    assert losses.requires_grad == bool(trained)
+    if trained:
+        torch.testing.assert_close(
+            torch.autograd.grad(losses.sum(), sample.operands),
+            torch.autograd.grad(oracle(sample).sum(), sample.operands),
+        )
+    made = {"hidden": [OF_HIDDEN], "weight": [OF_WEIGHT], "bias": []}
+    assert products == [FORWARD] * (1 + bool(trained)) + [shape for name in trained for shape in made[name]]
+
+
+def test_graphs_of_token_functions_free_themselves():
+    gc.disable()
+    try:
+        sample = case((10,), 80)
+        losses = token_cross_entropy(sample.hidden, sample.weight, sample.labels)
+        hidden = weakref.ref(sample.hidden)
+        del sample, losses
+        assert hidden() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}])
@@ -286,16 +400,89 @@ def test_a_thousand_chunks_lose_nothing_of_the_weights_gradient_to_bf16():
     assert (found.double() - wanted).norm() < 2**-8 * wanted.norm()
 
 
-def test_autocast_narrows_nothing():
-    sample = case((64,), 50, size=32).as_dtype(torch.float32)
+def loss_of(hidden, weight, labels, bias):
+    return linear_cross_entropy(hidden, weight, labels, bias_V=bias, max_logits_bytes=1 << 11).sum
+
+
+def losses_of(hidden, weight, labels, bias):
+    return token_cross_entropy(hidden, weight, labels, bias_V=bias, max_logits_bytes=1 << 11).sum()
+
+
+def as_rounded(sample):
+    """The case in fp64 with hidden states and weight, but not the bias, of what bf16 keeps of them."""
+    exact = sample.as_dtype(torch.bfloat16).as_dtype(torch.float64)
+    return attrs.evolve(exact, bias=sample.bias.detach().double().requires_grad_())
+
+
+@pytest.mark.parametrize("function", [loss_of, losses_of])
+@pytest.mark.parametrize("narrows", ["autocast", "hidden states"])
+def test_of_an_fp32_weight_only_the_factor_of_products_is_narrowed(function, narrows):
+    sample = case((64,), 50, size=32, bias=True).as_dtype(torch.float32)
+    expected = oracle(as_rounded(sample)).sum()
+    wanted = torch.autograd.grad(oracle(exact := as_rounded(sample)).sum(), exact.operands)
+    hidden = sample.hidden if narrows == "autocast" else sample.hidden.bfloat16()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=narrows == "autocast"):
+        found = function(hidden, sample.weight, sample.labels, sample.bias)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), expected, rtol=1e-6, atol=0)  # logits and softmax are not narrow
+    for gradient, truth in zip(torch.autograd.grad(found, sample.operands), wanted, strict=True):
+        assert gradient.dtype == torch.float32
+        assert (gradient.double() - truth).norm() < 2**-8 * truth.norm()  # as the gradient of logits is rounded
+        if len(gradient) == 50:
+            assert not torch.equal(gradient, gradient.bfloat16().float())
+
+
+def test_autocast_is_for_narrower_numbers_than_fp64():
+    sample = case((9,), 11)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = linear_cross_entropy(sample.hidden, sample.weight, sample.labels).sum
-        losses = token_cross_entropy(sample.hidden, sample.weight, sample.labels).sum()
-    expected = oracle(sample).sum()
-    for x in (loss, losses):
-        torch.testing.assert_close(x, expected, rtol=1e-5, atol=0)
-        found, wanted = (torch.autograd.grad(y, sample.operands, retain_graph=True) for y in (x, expected))
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(loss, oracle(sample).sum(), rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("weight_dtype", ["fp32", "bf16 with gradients in fp32", "bf16 with any gradients"])
+def test_the_fp32_sum_over_chunks_is_the_gradient_where_that_may_be_fp32(weight_dtype):
+    sample = case((64,), 50, size=32, bias=True).as_dtype(torch.bfloat16)
+    if weight_dtype == "fp32":
+        sample = attrs.evolve(
+            sample, weight=sample.weight.detach().float().requires_grad_(), bias=sample.bias.detach().float()
+        )
+    else:
+        sample.weight.grad_dtype = None if "any" in weight_dtype else torch.float32
+    saved = []
+
+    def keep(x):
+        if x.shape == sample.weight.shape:
+            saved.append(x.data_ptr())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
+        loss = loss_of(sample.hidden, sample.weight, sample.labels, sample.bias)
+    with Largest() as largest:
+        loss.backward()
+    gradient = sample.weight.grad
+    assert [gradient.data_ptr()] == saved  # made in forward, handed out as it is
+    assert largest.made < sample.weight.nbytes
+    exact = sample.as_dtype(torch.float64)
+    [wanted] = torch.autograd.grad(oracle(exact).sum(), [exact.weight])
+    assert gradient.dtype == torch.float32
+    assert (gradient.double() - wanted).norm() < 2**-8 * wanted.norm()
+    assert not torch.equal(gradient, gradient.bfloat16().float())
+    sample.hidden.grad = sample.weight.grad = None
+    losses_of(sample.hidden, sample.weight, sample.labels, sample.bias).backward()
+    torch.testing.assert_close(sample.weight.grad, gradient, rtol=1e-2, atol=1e-3)
+    assert sample.weight.grad.dtype == torch.float32
+
+
+def test_a_tied_weight_sums_up_its_gradients_in_fp32_where_it_may():
+    table = (0.3 * torch.randn(50, 32)).bfloat16().requires_grad_()
+    ids, labels = torch.randint(50, (2, 64))
+    exact = table.detach().double().requires_grad_()
+    F.cross_entropy(F.embedding(ids, exact) @ exact.T, labels, reduction="sum").backward()
+    for takes, dtype in ((torch.bfloat16, torch.bfloat16), (torch.float32, torch.float32), (None, torch.float32)):
+        table.grad, table.grad_dtype = None, takes
+        linear_cross_entropy(F.embedding(ids, table), table, labels, max_logits_bytes=1 << 11).sum.backward()
+        assert table.grad.dtype == dtype
+        assert (table.grad.double() - exact.grad).norm() < 2**-7 * exact.grad.norm()
 
 
 def test_one_token_needs_no_batch():
@@ -313,13 +500,25 @@ def test_one_token_needs_no_batch():
         ),
         ({"weight_VH": torch.ones(5, 4).bfloat16()}, r"hidden is torch.float32 and the weight is torch.bfloat16: cast"),
         ({"bias_V": torch.ones(4)}, r"a weight of 5 classes needs a bias of as many, got \(4,\)"),
-        ({"token_weights": torch.ones(2)}, r"token_weights are \(2,\), labels \(2, 3\)"),
+        ({"token_weights": torch.ones(2)}, r"token_weights are \(2,\) on cpu, labels \(2, 3\) on cpu"),
         ({"labels": torch.full((2, 3), 5)}, r"the label 5 is none of 5 classes, nor ignored \(-100\)"),
         ({"labels": torch.full((2, 3), -1)}, r"the label -1 is none of 5 classes"),
         ({"labels": torch.zeros(2, 3)}, "labels are torch.float32: give them as int64 or int32"),
         ({"label_smoothing": 1.0}, "label_smoothing=1.0 must be at least 0 and less than 1"),
         ({"z_loss": -1.0}, "z_loss=-1.0 must not be negative"),
+        ({"z_loss": torch.nan}, "z_loss=nan must not be negative, and finite"),
         ({"soft_cap": 0.0}, "soft_cap=0.0 must be greater than 0"),
+        ({"soft_cap": torch.inf}, "soft_cap=inf must be greater than 0 and finite"),
+        (
+            {"hidden": torch.ones(2, 3, 4).long(), "weight_VH": torch.ones(5, 4).long()},
+            "hidden is torch.int64: give it in a floating dtype",
+        ),
+        ({"weight_VH": torch.ones(5, 4, device="meta")}, "hidden is on cpu, weight on meta: bring them together"),
+        ({"labels": torch.zeros(2, 3, device="meta").long()}, "hidden is on cpu, labels on meta"),
+        (
+            {"token_weights": torch.ones(2, 3, device="meta")},
+            r"token_weights are \(2, 3\) on meta, labels \(2, 3\) on cpu",
+        ),
         ({"backend": "tritn"}, r"unknown linear cross-entropy backend 'tritn', .* did you mean 'triton'"),
         ({"backend": "triton"}, r"'triton', asked for in the configuration, runs on \['cuda'\] only"),
     ],
@@ -468,6 +667,27 @@ def test_fake_tensors_pass():
         assert top_k_log_probs(sample.hidden, sample.weight, 2).classes.shape == (5, 2)
 
 
+@pytest.mark.parametrize(
+    "needs", [(True, True, True), (True, False, False), (False, True, True), (False, False, False)]
+)
+@pytest.mark.parametrize("has_bias", [True, False])
+def test_operators_are_as_torch_wants_them(needs, has_bias):
+    hidden, weight = torch.randn(5, 6).bfloat16(), torch.randn(7, 6)
+    bias, labels = torch.randn(7).bfloat16() if has_bias else None, torch.randint(7, (5,))
+    needs = [*needs[:2], needs[2] and has_bias]
+    checks = ("test_schema", "test_faketensor")
+    options = (-100, 0.1, 1e-2, 3.0, None, 0, 2)  # as of `LossOptions`, no split vocabulary, two tokens a chunk
+    common = (hidden, weight, bias, labels)
+    dtypes = (torch.float32, torch.float32)  # of logits and of the weight's gradient
+    for operator, arguments in {
+        torch.ops.d9d.linear_cross_entropy.default: (*common, None, *options, needs, "torch", *dtypes),
+        torch.ops.d9d.token_scores.default: (*common, *options),
+        torch.ops.d9d.token_scores_backward.default: (torch.rand(5), torch.rand(5, 1), *common, *options, needs),
+        torch.ops.d9d.top_k_log_probs.default: (hidden, weight, 3, bias, 3.0, None, 0, 2),
+    }.items():
+        torch.library.opcheck(operator, arguments, test_utils=checks)
+
+
 def test_token_functions_compile_to_one_graph_over_token_counts():
     def score(hidden, weight, labels, bias):
         losses = token_cross_entropy(hidden * 2, weight, labels, bias_V=bias, label_smoothing=0.1, z_loss=1e-2)
@@ -502,6 +722,22 @@ def test_compiles_with_settings_of_a_backend_and_a_weight_that_is_transposed(mon
         torch.testing.assert_close(gradient, torch.autograd.grad(oracle(sample).sum(), [sample.weight])[0])
     assert any(config is first for config in asked)
     assert any(config is second for config in asked)  # not the graph of the first
+
+
+def test_compiles_under_autocast():
+    def score(hidden, weight, labels):
+        total = linear_cross_entropy(hidden * 2, weight, labels).sum
+        return total + token_entropies(hidden, weight).sum() + top_k_log_probs(hidden, weight, 2).log_probs.sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(score, fullgraph=True, backend="aot_eager")
+    sample = case((9,), 11).as_dtype(torch.float32)
+    found = []
+    for function in (compiled, score):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            found.append(function(sample.hidden, sample.weight, sample.labels))
+    torch.testing.assert_close(*found)
+    torch.testing.assert_close(*(torch.autograd.grad(x, sample.operands) for x in found))
 
 
 def test_compiles_to_one_graph_without_recompilation_over_token_counts():

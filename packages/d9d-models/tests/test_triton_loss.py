@@ -45,13 +45,25 @@ def oracle(operands, labels, *, label_smoothing=0.0, z_loss=0.0, soft_cap=None):
     return losses + z_loss * logits.logsumexp(-1).square() * (labels != -100)
 
 
+def transposed(x):
+    """The same numbers, a column after the other."""
+    return x.detach().T.contiguous().T.requires_grad_()
+
+
+def in_gaps(x):
+    """The same numbers, with others between them."""
+    return x.detach().repeat_interleave(2, 1)[:, ::2].requires_grad_()
+
+
 @pytest.mark.gpu
+@pytest.mark.parametrize("lay_out", [lambda x: x, transposed, in_gaps], ids=["contiguous", "transposed", "gaps"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING])
 @pytest.mark.parametrize(
     "backend", ["torch", TritonLinearCrossEntropyConfig(), TritonLinearCrossEntropyConfig(rounds_weight_gradient=True)]
 )
-def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options):
+def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options, lay_out):  # case 49
     *operands, labels, weights = draw()
+    operands[:2] = [lay_out(x) for x in operands[:2]]
     exact = [x.detach().double().requires_grad_() for x in operands]
     wanted = (oracle(exact, labels, **options) * weights).sum()
     hidden, weight, bias = operands
@@ -63,6 +75,50 @@ def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options)
     for gradient, truth in pairs:
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - truth).norm() < 2**-6 * truth.norm()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("weight_is", ["fp32", "bf16 with an fp32 gradient"])
+def test_the_fp32_sum_is_the_gradient_and_nothing_of_its_size_is_held_besides(weight_is):
+    hidden, weight, _, labels, _ = draw(tokens=2048, classes=32_000, size=1024)
+    rounded = weight.nbytes if weight_is == "fp32" else 0  # the factor of products
+    if rounded:
+        weight = weight.detach().float().requires_grad_()
+    else:
+        weight.grad_dtype = torch.float32
+    logits = 8 << 20
+
+    def step():
+        linear_cross_entropy(hidden, weight, labels, backend="triton", max_logits_bytes=logits).sum.backward()
+
+    step()  # compiles, and takes the workspace of products
+    found = weight.grad
+    assert found.dtype == torch.float32
+    exact = [x.detach().double().requires_grad_() for x in (hidden, weight)]
+    F.cross_entropy(exact[0] @ exact[1].T, labels, reduction="sum").backward()
+    assert (found.double() - exact[1].grad).norm() < 2**-7 * exact[1].grad.norm()
+    gradients = hidden.nbytes + found.nbytes
+    hidden.grad = weight.grad = found = exact = None
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    beyond = torch.cuda.max_memory_allocated() - before - gradients
+    assert beyond < rounded + 2 * logits  # 62 MiB of bf16 and 125 of fp32 are the weight's
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("factor", [1.0, 0.3])
+def test_a_gradient_is_scaled_in_place_as_torch_does(factor):
+    upstream = torch.tensor(factor, device="cuda")
+    hidden, weight, _, labels, _ = draw()
+    for operand in (hidden, weight):
+        found, wanted = (
+            torch.autograd.grad(
+                linear_cross_entropy(hidden, weight, labels, backend=backend).sum, operand, upstream, retain_graph=keeps
+            )
+            for backend, keeps in ((TritonLinearCrossEntropyConfig(rounds_weight_gradient=True), x) for x in (0, 1))
+        )
+        assert torch.equal(*found, *wanted)
 
 
 @pytest.mark.gpu

@@ -46,4 +46,13 @@ torch.testing.assert_close(
     found.double(), torch.nn.functional.cross_entropy(logits, torch.full((3,), 30), reduction="none").double()
 )
 assert in_place.isfinite().all()
+_triton.SCALE_STEPS, _triton.SCALE_BLOCK = 3, 16  # several programs, the last of them in part
+for dtype in (torch.bfloat16, torch.float32):
+    for size in (0, 1, 48, 101):
+        for factor in (torch.tensor([0.3]), torch.tensor([1.0]), torch.tensor([torch.nan])):
+            gradient = torch.randn(size).to(dtype)
+            wanted = gradient.clone().mul_(factor)
+            _triton.triton_scale_(gradient, factor)
+            rounding = 0.0 if factor == 1 else torch.finfo(dtype).eps  # the interpreter cuts digits off for bf16
+            torch.testing.assert_close(gradient, wanted, rtol=rounding, atol=0, equal_nan=True)
 print("right")  # noqa: T201

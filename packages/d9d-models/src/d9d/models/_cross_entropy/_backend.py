@@ -31,7 +31,11 @@ class LinearCrossEntropy(Protocol):
         shard: VocabularyShard | None,
         max_logits_bytes: int,
     ) -> Tensor:
-        """Return the 0-dim sum, fp32 or fp64. Token weights are fp32 or fp64 and need no gradient."""
+        """Return the 0-dim sum, fp32 or fp64.
+
+        Token weights are fp32 or fp64 and need no gradient. The weight has the dtype of the hidden states, or fp32, and
+        then it is to be rounded to theirs.
+        """
         ...
 
 
@@ -43,7 +47,7 @@ class LinearCrossEntropyNeed:
     """Where it runs."""
 
     dtype: torch.dtype | None = None
-    """Dtype of hidden states and weight."""
+    """Dtype of hidden states, and of the weight in products."""
 
     features: frozenset[str] = frozenset()
     """What is asked for of: bias, label_smoothing, z_loss, soft_cap, token_weights, vocabulary_shard."""

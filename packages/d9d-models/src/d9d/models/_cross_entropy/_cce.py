@@ -80,7 +80,7 @@ class _CutCrossEntropy:
             settings |= {"accum_e_fp32": not self.filters, "accum_c_fp32": not self.filters}
         losses_N: Tensor = compute(
             hidden_NH,
-            weight_VH,
+            weight_VH.to(hidden_NH.dtype),
             labels_N,
             ignore_index=options.ignore_index,
             softcap=options.soft_cap,

@@ -7,13 +7,15 @@ import attrs
 import torch
 from torch import Tensor
 
+from ._gradients import dtype_for
 from ._labels import check_labels
 from ._options import LossOptions
 from ._products import wide
-from ._three_products import ChunkLoss, Precision, rows_within, sum_and_gradients
+from ._second_derivative import refuse_second_derivative
+from ._three_products import ChunkFunctions, Precision, rows_within, sum_and_gradients
 from ._vocabulary import VocabularyShard, plain
 
-CHUNK_LOSSES: dict[str, Callable[[], ChunkLoss]] = {}
+CHUNK_FUNCTIONS: dict[str, Callable[[], ChunkFunctions]] = {}
 """By the name under which the operator finds them: its arguments are tensors and plain values. Called to load one."""
 
 
@@ -21,8 +23,8 @@ CHUNK_LOSSES: dict[str, Callable[[], ChunkLoss]] = {}
 class ChunkedLinearCrossEntropy:
     """See `LinearCrossEntropy`."""
 
-    chunk_loss: str
-    """A key of `CHUNK_LOSSES`."""
+    functions: str
+    """A key of `CHUNK_FUNCTIONS`."""
 
     rounds_logits: bool = False
     """Whether logits are rounded to the dtype of the hidden states, as those of `torch.nn.Linear` are."""
@@ -44,6 +46,7 @@ class ChunkedLinearCrossEntropy:
     ) -> Tensor:
         """Make the sum and its gradients, and hand the gradients out in backward."""
         exact = wide(hidden_NH.dtype)
+        weight_gradient_dtype = weight_VH.dtype if self.rounds_weight_gradient else exact
         logits_dtype = hidden_NH.dtype if self.rounds_logits else exact
         operands = (hidden_NH, weight_VH, bias_V)
         needs = [x is not None and x.requires_grad and torch.is_grad_enabled() for x in operands]
@@ -60,15 +63,16 @@ class ChunkedLinearCrossEntropy:
             *plain(shard),
             rows_within(max_logits_bytes, weight_VH, shard, logits_dtype),
             needs,
-            self.chunk_loss,
+            self.functions,
             logits_dtype,
-            weight_VH.dtype if self.rounds_weight_gradient else exact,
+            weight_gradient_dtype,
         )
         # Each gradient has a node of its own, which adds 0 to the sum: a split backward pass runs those it is to run.
         total: Tensor = made[0]
         for operand, gradient, is_needed in zip(operands, made[1:], needs):
-            if is_needed:
-                total = total + _Gradient.apply(operand, gradient, made[0])
+            if operand is not None and is_needed:
+                dtype = dtype_for(operand, gradient.dtype)
+                total = total + _Gradient.apply(operand, gradient, made[0], dtype, self.functions)
         return total
 
 
@@ -76,26 +80,26 @@ class _Gradient(torch.autograd.Function):
     """A 0 that depends on an operand, with a gradient that is known up to a factor."""
 
     @staticmethod
-    def forward(ctx: Any, operand: Tensor, gradient: Tensor, like: Tensor) -> Tensor:
+    def forward(  # noqa: PLR0917 - of autograd, which takes no keywords
+        ctx: Any, operand: Tensor, gradient: Tensor, like: Tensor, dtype: torch.dtype, functions: str
+    ) -> Tensor:
+        del operand
         ctx.save_for_backward(gradient)
-        ctx.dtype = operand.dtype
+        ctx.dtype, ctx.functions = dtype, functions
         return torch.zeros_like(like)
 
     @staticmethod
-    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *factors: Tensor) -> tuple[Tensor | None, ...]:
         (gradient,) = ctx.saved_tensors
         factor = factors[0].view(1)  # a number of no dims would be rounded to the dtype of the gradient
         if torch.compiler.is_compiling():
-            return (gradient * factor).to(ctx.dtype), None, None
-        if torch.is_grad_enabled():  # nothing else would tell that this gradient is a constant to autograd
-            raise RuntimeError(
-                "linear_cross_entropy has no second derivative, and create_graph=True asks for one: "
-                "leave it out, or take torch.nn.functional.cross_entropy of all logits"
-            )
-        if gradient.dtype == ctx.dtype and _is_last_backward():
-            return gradient.mul_(factor), None, None  # there may be no memory for another
+            return (gradient * factor).to(ctx.dtype), None, None, None, None
+        refuse_second_derivative()
+        if gradient.dtype == ctx.dtype and _is_last_backward():  # there may be no memory for another
+            CHUNK_FUNCTIONS[ctx.functions]().scale_(gradient, factor)
+            return gradient, None, None, None, None
         made = torch.empty_like(gradient, dtype=ctx.dtype)
-        return torch.mul(gradient, factor, out=made), None, None
+        return torch.mul(gradient, factor, out=made), None, None, None, None
 
 
 def _is_last_backward() -> bool:
@@ -120,13 +124,13 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
     classes: int,
     chunk: int,
     needs: list[bool],
-    chunk_loss: str,
+    functions: str,
     logits_dtype: torch.dtype,
     weight_gradient_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     shard = VocabularyShard.of(group_name, classes)
     wrong_N = check_labels(labels_N, len(weight_VH) if shard is None else classes, ignore_index)
-    made = sum_and_gradients(
+    total, gradients = sum_and_gradients(
         hidden_NH,
         weight_VH,
         bias_V,
@@ -138,13 +142,10 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
         shard=shard,
         chunk=chunk,
         needs=(needs[0], needs[1], needs[2]),
-        chunk_loss=CHUNK_LOSSES[chunk_loss](),
+        chunk_loss=CHUNK_FUNCTIONS[functions]().loss,
         precision=Precision(logits=logits_dtype, weight_gradient=weight_gradient_dtype),
     )
-    gradients = (made.hidden_NH, made.weight_VH, made.bias_V)
-    absent = hidden_NH.new_empty(0)
-    of_hidden, of_weight, of_bias = (absent.clone() if gradient is None else gradient for gradient in gradients)
-    return made.total.masked_fill_(wrong_N.any(), torch.nan), of_hidden, of_weight, of_bias
+    return total.masked_fill_(wrong_N.any(), torch.nan), *gradients.or_empty(hidden_NH)
 
 
 @_linear_cross_entropy.register_fake
@@ -162,12 +163,12 @@ def _(  # noqa: PLR0917
     classes: int,
     chunk: int,
     needs: list[bool],
-    chunk_loss: str,
+    functions: str,
     logits_dtype: torch.dtype,
     weight_gradient_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     del bias_V, labels_N, weights_N, ignore_index, label_smoothing, z_loss, soft_cap, group_name, classes, chunk
-    del chunk_loss, logits_dtype
+    del functions, logits_dtype
     total = hidden_NH.new_empty((), dtype=wide(hidden_NH.dtype))
     of_hidden = torch.empty_like(hidden_NH) if needs[0] else hidden_NH.new_empty(0)
     weight_like = torch.empty_like(weight_VH, dtype=weight_gradient_dtype)

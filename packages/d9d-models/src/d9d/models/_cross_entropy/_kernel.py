@@ -1,4 +1,4 @@
-"""Triton kernel of the loss: logits of a chunk in, their gradient out, in one place.
+"""Triton kernels of the loss: logits of a chunk in, their gradient out, in one place; and a gradient times a number.
 
 Shapes: C tokens, V classes of this rank.
 """
@@ -85,3 +85,15 @@ def softmax_rows(  # noqa: PLR0917 - a kernel
             if HAS_CAP:
                 gradient *= 1 - (x / soft_cap) * (x / soft_cap)
             tl.store(x_ptr + start + columns, gradient.to(logits_ptr.dtype.element_ty), mask=start + columns < COLUMNS)
+
+
+@triton.jit
+def scale_unless_one(x_ptr, factor_ptr, size, STEPS: tl.constexpr, BLOCK: tl.constexpr):
+    """Multiply in place by a number on the device; where that is 1, memory is not touched."""
+    factor = tl.load(factor_ptr)
+    if factor != 1.0:
+        first = tl.program_id(0).to(tl.int64) * (STEPS * BLOCK)
+        for step in range(STEPS):
+            index = first + step * BLOCK + tl.arange(0, BLOCK)
+            x = tl.load(x_ptr + index, mask=index < size, other=0.0).to(tl.float32)
+            tl.store(x_ptr + index, (x * factor).to(x_ptr.dtype.element_ty), mask=index < size)

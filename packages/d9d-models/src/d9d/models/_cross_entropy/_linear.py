@@ -12,7 +12,7 @@ from ._backend import (
     index_of,
 )
 from ._options import LossOptions
-from ._products import wide, without_autocast
+from ._products import under_autocast, wide, without_autocast
 from ._vocabulary import VocabularyShard
 
 MAX_LOGITS_BYTES = 512 << 20
@@ -41,12 +41,14 @@ def linear_cross_entropy(
     chunk, and backward multiplies them by that number. That takes three matrix products, where recomputing logits in
     backward takes four.
 
-    By default all of it is fp32 where it could lose something, or fp64 for fp64 inputs, under autocast too; see the
-    backend's settings.
+    By default all but the factors of products is fp32 where it could lose something, or fp64 for fp64 inputs; see the
+    backend's settings. Autocast narrows these factors, as it does for `torch.nn.Linear`, and nothing else.
+
+    Sums over chunks are rounded to the dtype of the weight, unless its ``grad_dtype`` takes them as they are.
 
     Args:
         hidden: (..., H).
-        weight_VH: (V, H), of the same dtype.
+        weight_VH: (V, H), of the same dtype, or fp32, and then rounded to it for products; its gradient is not.
         labels: (...), int64 or int32; class of each token, or ``ignore_index``.
         bias_V: (V,), added to the logits.
         token_weights: (...), a factor for the loss of each label, with which it is shifted; without gradient.
@@ -69,9 +71,14 @@ def linear_cross_entropy(
         ValueError: Shapes or dtypes do not go together, an option is out of its range, or the backend lacks something.
     """
     options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
+    hidden, weight_VH = under_autocast(hidden, weight_VH)
     check_operands(hidden, weight_VH, bias_V, labels, shard)
-    if token_weights is not None and token_weights.shape != labels.shape:
-        raise ValueError(f"token_weights are {tuple(token_weights.shape)}, labels {tuple(labels.shape)}: give each one")
+    if token_weights is not None:
+        shape, device = tuple(token_weights.shape), token_weights.device
+        if shape != labels.shape or device != labels.device:
+            raise ValueError(
+                f"token_weights are {shape} on {device}, labels {tuple(labels.shape)} on {labels.device}: give each one"
+            )
     if shift:
         if not labels.ndim:
             raise ValueError("shift=True needs labels of at least one dim, along which a token follows another")
@@ -122,8 +129,13 @@ def check_operands(
         )
     if labels is not None and labels.dtype not in {torch.int64, torch.int32}:
         raise ValueError(f"labels are {labels.dtype}: give them as int64 or int32")
-    if hidden.dtype != weight_VH.dtype:
+    if not hidden.is_floating_point():
+        raise ValueError(f"hidden is {hidden.dtype}: give it in a floating dtype")
+    if weight_VH.dtype not in {hidden.dtype, wide(hidden.dtype)}:
         raise ValueError(f"hidden is {hidden.dtype} and the weight is {weight_VH.dtype}: cast one to the other's dtype")
+    for name, operand in {"weight": weight_VH, "bias": bias_V, "labels": labels}.items():
+        if operand is not None and operand.device != hidden.device:
+            raise ValueError(f"hidden is on {hidden.device}, {name} on {operand.device}: bring them together")
     if bias_V is not None and bias_V.shape != weight_VH.shape[:1]:
         raise ValueError(f"a weight of {weight_VH.shape[0]} classes needs a bias of as many, got {tuple(bias_V.shape)}")
     if shard is not None and shard.held != weight_VH.shape[0]:

@@ -1,5 +1,6 @@
 """What the loss of a token is."""
 
+import math
 from dataclasses import dataclass
 
 
@@ -29,7 +30,7 @@ class LossOptions:
         """Refuse what is out of range."""
         if not 0 <= self.label_smoothing < 1:
             raise ValueError(f"label_smoothing={self.label_smoothing!r} must be at least 0 and less than 1")
-        if self.z_loss < 0:
-            raise ValueError(f"z_loss={self.z_loss!r} must not be negative")
-        if self.soft_cap is not None and not self.soft_cap > 0:
-            raise ValueError(f"soft_cap={self.soft_cap!r} must be greater than 0, or None")
+        if not 0 <= self.z_loss < math.inf:
+            raise ValueError(f"z_loss={self.z_loss!r} must not be negative, and finite")
+        if self.soft_cap is not None and not 0 < self.soft_cap < math.inf:
+            raise ValueError(f"soft_cap={self.soft_cap!r} must be greater than 0 and finite, or None")

@@ -30,6 +30,16 @@ def add_product_(total: Tensor, a: Tensor, b: Tensor) -> None:
         torch.addmm(total, a.to(total.dtype), b.to(total.dtype), out=total)
 
 
+def under_autocast(hidden: Tensor, weight_VH: Tensor) -> tuple[Tensor, Tensor]:
+    """Operands as autocast narrows them for `torch.nn.Linear`; an fp32 weight stays, to be rounded within operators."""
+    device_type = hidden.device.type
+    is_on = device_type in {"cpu", "cuda"} and torch.is_autocast_enabled(device_type)
+    if not is_on or torch.float64 in {hidden.dtype, weight_VH.dtype}:
+        return hidden, weight_VH
+    dtype = torch.get_autocast_dtype(device_type)
+    return hidden.to(dtype), weight_VH if weight_VH.dtype == wide(dtype) else weight_VH.to(dtype)
+
+
 def without_autocast(device_type: str) -> contextlib.AbstractContextManager[object]:
     """Leave dtypes as they are within."""
     if device_type in {"cpu", "cuda"} or torch.amp.is_autocast_available(device_type):

@@ -7,16 +7,17 @@ in backward takes four.
 Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
+from ._gradients import Gradients
 from ._labels import counted, without_uncounted
 from ._options import LossOptions
-from ._products import add_product_, multiply, wide
+from ._products import multiply, wide
 from ._vocabulary import VocabularyShard
 
 ALIGNMENT = 256
@@ -44,6 +45,17 @@ class ChunkLoss(Protocol):
 
 
 @attrs.frozen(kw_only=True)
+class ChunkFunctions:
+    """A backend that goes chunk by chunk."""
+
+    loss: ChunkLoss
+    """Of the logits of a chunk."""
+
+    scale_: Callable[[Tensor, Tensor], None]
+    """Multiplies a gradient, whose numbers lie side by side in some order, by one number in fp32 or fp64, (1,)."""
+
+
+@attrs.frozen(kw_only=True)
 class Precision:
     """Dtypes on the way."""
 
@@ -52,16 +64,6 @@ class Precision:
 
     weight_gradient: torch.dtype
     """In which the gradients of weight and bias are summed over chunks."""
-
-
-@attrs.frozen
-class SumAndGradients:
-    """0-dim total; gradients of it where they were asked for."""
-
-    total: Tensor
-    hidden_NH: Tensor | None
-    weight_VH: Tensor | None
-    bias_V: Tensor | None
 
 
 @torch.no_grad()
@@ -78,17 +80,13 @@ def sum_and_gradients(
     needs: tuple[bool, bool, bool],
     chunk_loss: ChunkLoss,
     precision: Precision,
-) -> SumAndGradients:
-    """Run over the chunks; ``needs`` says which gradients to make: of hidden states, weight, bias."""
-    needs_hidden, needs_weight, needs_bias = needs
-    exact = wide(hidden_NH.dtype)
-    # Partial sums of ranks are added up before they are rounded.
-    hidden_dtype = hidden_NH.dtype if shard is None else exact
-    grad_hidden = torch.empty_like(hidden_NH, dtype=hidden_dtype) if needs_hidden else None
-    grad_weight = torch.zeros_like(weight_VH, dtype=precision.weight_gradient) if needs_weight else None
-    grad_bias = torch.zeros_like(weight_VH[:, 0], dtype=precision.weight_gradient) if needs_bias else None
-    total = hidden_NH.new_zeros((), dtype=exact)
-    memory = hidden_NH.new_empty((min(chunk, len(hidden_NH)), len(weight_VH)), dtype=precision.logits)
+) -> tuple[Tensor, Gradients]:
+    """The sum, 0-dim, and its gradients; ``needs`` says which: of hidden states, weight, bias."""
+    gradients = Gradients.new(hidden_NH, weight_VH, needs=needs, shard=shard, weight_dtype=precision.weight_gradient)
+    total = hidden_NH.new_zeros((), dtype=wide(hidden_NH.dtype))
+    weight_VH = weight_VH.to(hidden_NH.dtype)
+    chunk = even_chunk(len(hidden_NH), chunk)
+    memory = hidden_NH.new_empty((chunk, len(weight_VH)), dtype=precision.logits)
     counted_N = counted(labels_N, weights_N, options.ignore_index)
     for rows in chunks(len(hidden_NH), chunk):
         hidden = without_uncounted(hidden_NH[rows], counted_N[rows])
@@ -104,30 +102,26 @@ def sum_and_gradients(
             with_gradient=any(needs),
         )
         total += losses.sum()
-        if not any(needs):
-            continue
-        if grad_bias is not None:
-            grad_bias += gradient.sum(0, dtype=exact)
-        gradient = gradient.to(hidden.dtype)
-        if grad_hidden is not None:
-            multiply(gradient, weight_VH, grad_hidden[rows])
-        if grad_weight is not None:
-            add_product_(grad_weight, gradient.T, hidden)
-    if grad_hidden is not None and shard is not None:
-        shard.sum_(grad_hidden)
-        grad_hidden = grad_hidden.to(hidden_NH.dtype)
-    return SumAndGradients(total, grad_hidden, grad_weight, grad_bias)
+        if any(needs):
+            gradients.add_(rows, gradient, hidden, weight_VH)
+    return total, gradients.finished(hidden_NH.dtype, shard)
 
 
 def rows_within(
     max_logits_bytes: int, weight_VH: Tensor, shard: VocabularyShard | None, logits_dtype: torch.dtype
 ) -> int:
-    """How many tokens make a chunk: as many on all ranks."""
+    """How many tokens a chunk may have: as many on all ranks."""
     classes = weight_VH.shape[0] if shard is None else shard.length
     chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
     return chunk if chunk <= ALIGNMENT else chunk - chunk % ALIGNMENT
 
 
+def even_chunk(rows: int, most: int) -> int:
+    """How many rows a chunk has, so that all have about as many: a small last one costs nearly as much as a whole."""
+    even = -(-rows // max(1, -(-rows // most)))
+    return even if even <= ALIGNMENT else -(-even // ALIGNMENT) * ALIGNMENT
+
+
 def chunks(rows: int, chunk: int) -> Iterator[slice]:
     """Slices of at most ``chunk`` rows."""
-    return (slice(start, start + chunk) for start in range(0, rows, chunk))
+    return (slice(start, start + chunk) for start in range(0, rows, max(1, chunk)))

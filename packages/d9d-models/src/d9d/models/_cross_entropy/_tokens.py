@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ._linear import MAX_LOGITS_BYTES, check_operands
 from ._options import LossOptions
-from ._products import wide, without_autocast
+from ._products import under_autocast, wide, without_autocast
 from ._recompute import logits_of, memory_for, scores
 from ._softmax import log_partition
-from ._three_products import chunks, rows_within
+from ._three_products import chunks, even_chunk, rows_within
 from ._vocabulary import VocabularyShard, plain
 
 
@@ -38,6 +38,7 @@ def token_cross_entropy(
         The shape of ``labels``, fp32 or fp64; 0 where the label is ignored.
     """
     options = LossOptions(ignore_index=ignore_index, label_smoothing=label_smoothing, z_loss=z_loss, soft_cap=soft_cap)
+    hidden, weight_VH = under_autocast(hidden, weight_VH)
     check_operands(hidden, weight_VH, bias_V, labels, shard)
     return scores(hidden, weight_VH, bias_V, labels, options=options, shard=shard, max_logits_bytes=max_logits_bytes)
 
@@ -77,6 +78,7 @@ def token_entropies(
 ) -> Tensor:
     """The entropy, in nats, of what each of (...) tokens predicts; differentiable, fp32 or fp64."""
     options = LossOptions(soft_cap=soft_cap)
+    hidden, weight_VH = under_autocast(hidden, weight_VH)
     check_operands(hidden, weight_VH, bias_V, None, shard)
     return scores(hidden, weight_VH, bias_V, None, options=options, shard=shard, max_logits_bytes=max_logits_bytes)
 
@@ -107,6 +109,7 @@ def top_k_log_probs(
     Raises:
         ValueError: There are fewer classes, or shapes or dtypes do not go together.
     """
+    hidden, weight_VH = under_autocast(hidden, weight_VH)
     check_operands(hidden, weight_VH, bias_V, None, shard)
     options = LossOptions(soft_cap=soft_cap)
     total = weight_VH.shape[0] if shard is None else shard.total
@@ -138,7 +141,9 @@ def _top_k(  # noqa: PLR0917 - as of the other operators
     chunk: int,
 ) -> tuple[Tensor, Tensor]:
     shard = VocabularyShard.of(group_name, total)
+    chunk = even_chunk(len(hidden_NH), chunk)
     memory = memory_for(hidden_NH, weight_VH, chunk)
+    weight_VH = weight_VH.to(hidden_NH.dtype)
     log_probs_NK = memory.new_empty((len(hidden_NH), k))
     classes_NK = torch.empty_like(log_probs_NK, dtype=torch.int64)
     for rows in chunks(len(hidden_NH), chunk):

@@ -6,9 +6,10 @@ import attrs
 from torch import Tensor
 
 from ._backend import LinearCrossEntropy, LinearCrossEntropyConfig, LossCapabilities, linear_cross_entropy_backends
-from ._chunked import CHUNK_LOSSES, ChunkedLinearCrossEntropy
+from ._chunked import CHUNK_FUNCTIONS, ChunkedLinearCrossEntropy
 from ._options import LossOptions
 from ._softmax import Targets, cap_, cap_slope, gradient_, log_partition, losses
+from ._three_products import ChunkFunctions
 from ._vocabulary import VocabularyShard
 
 
@@ -35,7 +36,12 @@ def torch_chunk_loss(
     return losses_C1[:, 0], logits_CV
 
 
-CHUNK_LOSSES["torch"] = lambda: torch_chunk_loss
+def torch_scale_(gradient: Tensor, factor_1: Tensor) -> None:
+    """See `ChunkFunctions`."""
+    gradient.mul_(factor_1)
+
+
+CHUNK_FUNCTIONS["torch"] = lambda: ChunkFunctions(loss=torch_chunk_loss, scale_=torch_scale_)
 
 
 @attrs.frozen(kw_only=True)
@@ -48,7 +54,7 @@ class TorchLinearCrossEntropyConfig(LinearCrossEntropyConfig):
 
     def build(self) -> LinearCrossEntropy:
         """Make the backend."""
-        return ChunkedLinearCrossEntropy(chunk_loss="torch")
+        return ChunkedLinearCrossEntropy(functions="torch")
 
 
 linear_cross_entropy_backends.register(TorchLinearCrossEntropyConfig)

@@ -1,4 +1,4 @@
-"""The loss by a Triton kernel.
+"""The loss by Triton kernels.
 
 Shapes: C tokens, V classes of this rank.
 """
@@ -8,12 +8,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._kernel import softmax_rows
+from ._kernel import scale_unless_one, softmax_rows
 from ._options import LossOptions
 from ._vocabulary import VocabularyShard
 
 MAX_BLOCK = 4096
 WARPS = 8
+SCALE_STEPS, SCALE_BLOCK = 64, 4096
 
 
 def triton_chunk_loss(
@@ -82,3 +83,11 @@ def triton_chunk_loss(
     if with_gradient:
         launch(make_statistics=False, make_gradient=True)
     return losses_C, logits_CV
+
+
+def triton_scale_(gradient: Tensor, factor_1: Tensor) -> None:
+    """See `ChunkFunctions`: the upstream gradient of a sum mostly is 1, which the host does not know."""
+    programs = -(-gradient.numel() // (SCALE_STEPS * SCALE_BLOCK))
+    if programs:
+        kernel: Any = scale_unless_one[(programs,)]
+        kernel(gradient, factor_1, gradient.numel(), STEPS=SCALE_STEPS, BLOCK=SCALE_BLOCK)

@@ -13,8 +13,8 @@ from ._backend import (
     LossCapabilities,
     linear_cross_entropy_backends,
 )
-from ._chunked import CHUNK_LOSSES, ChunkedLinearCrossEntropy
-from ._three_products import ChunkLoss
+from ._chunked import CHUNK_FUNCTIONS, ChunkedLinearCrossEntropy
+from ._three_products import ChunkFunctions
 
 
 @attrs.frozen(kw_only=True)
@@ -37,7 +37,7 @@ class TritonLinearCrossEntropyConfig(LinearCrossEntropyConfig):
     def build(self) -> LinearCrossEntropy:
         """Make the backend."""
         return ChunkedLinearCrossEntropy(
-            chunk_loss="triton", rounds_logits=True, rounds_weight_gradient=self.rounds_weight_gradient
+            functions="triton", rounds_logits=True, rounds_weight_gradient=self.rounds_weight_gradient
         )
 
     def refusal(self, need: LinearCrossEntropyNeed) -> str | None:
@@ -47,11 +47,11 @@ class TritonLinearCrossEntropyConfig(LinearCrossEntropyConfig):
         return super().refusal(need)
 
 
-def _load() -> ChunkLoss:
-    from ._triton import triton_chunk_loss  # noqa: PLC0415 - takes a second
+def _load() -> ChunkFunctions:
+    from ._triton import triton_chunk_loss, triton_scale_  # noqa: PLC0415 - takes a second
 
-    return triton_chunk_loss
+    return ChunkFunctions(loss=triton_chunk_loss, scale_=triton_scale_)
 
 
-CHUNK_LOSSES["triton"] = _load
+CHUNK_FUNCTIONS["triton"] = _load
 linear_cross_entropy_backends.register(TritonLinearCrossEntropyConfig)
