@@ -1,5 +1,8 @@
 """The layer on one process, against a plain loop over experts."""
 
+from typing import ClassVar
+
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,7 +11,17 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from d9d.moe import GroupedSwiGLU, MoELayer, PlainGatedActivation, SoftmaxScoring, SwiGLU, TopKRouter
+from d9d.moe import (
+    Capabilities,
+    EagerGroupedMMConfig,
+    GroupedMMConfig,
+    GroupedSwiGLU,
+    MoELayer,
+    PlainGatedActivation,
+    SoftmaxScoring,
+    SwiGLU,
+    TopKRouter,
+)
 
 torch.set_num_threads(1)
 HIDDEN, INTERMEDIATE = 6, 5
@@ -227,6 +240,70 @@ def test_biases_and_a_plain_activation_in_bf16_are_right_to_their_dtype():
     for (name, a), b in zip(layer.named_parameters(), exact.parameters()):
         assert (a.grad.double() - b.grad).norm() <= 2e-2 * b.grad.norm(), name
         assert (a.grad[1] == 0).all()
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_down_bias_in_bf16_is_weighed_without_being_rounded(fused):
+    torch.manual_seed(0)
+    layer = GroupedSwiGLU(3, 16, 8, bias=True, fused=fused).bfloat16()
+    with torch.no_grad():
+        layer.down_proj.zero_()  # what is left is the bias times the probability
+    probs = torch.rand(400, requires_grad=True)
+    counts = torch.tensor([130, 0, 270], dtype=torch.int32)
+    exact = layer.down_bias.double().repeat_interleave(counts, 0) * probs.double()[:, None]
+    y = layer(torch.randn(400, 16).bfloat16(), probs, counts)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=0)  # half a step of its 8 bits
+    (found,) = torch.autograd.grad(y, probs, torch.ones_like(y))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), layer.down_bias.double().sum(1).repeat_interleave(counts))
+
+
+@attrs.frozen(kw_only=True)
+class ProductOfBf16(GroupedMMConfig):
+    """Takes bf16 only, on any device."""
+
+    kind: ClassVar[str] = "bf16"
+    capabilities: ClassVar[Capabilities] = Capabilities(dtypes=frozenset({torch.bfloat16}))
+
+    def build(self):
+        def product(x, weight, counts):
+            assert x.dtype == weight.dtype == torch.bfloat16
+            return EagerGroupedMMConfig().build()(x, weight, counts)
+
+        return product
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_weights(bias):
+    torch.manual_seed(0)
+    experts = GroupedSwiGLU(4, 16, 8, bias=bias, backend=ProductOfBf16())
+    layer = MoELayer(TopKRouter(16, 4, 2, logits_in_fp32=True), experts, shared=SwiGLU(16, 8), shared_gate=True)
+    exact = MoELayer(TopKRouter(16, 4, 2), GroupedSwiGLU(4, 16, 8, bias=bias), shared=SwiGLU(16, 8), shared_gate=True)
+    exact.load_state_dict(layer.state_dict())
+    exact.double()
+    x = torch.randn(2, 30, 16, requires_grad=True)
+    x64 = x.detach().double().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(x[0], torch.ones(30), torch.tensor([30, 0, 0, 0], dtype=torch.int32)).dtype == torch.bfloat16
+        assert layer.shared(x).dtype == torch.bfloat16
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    expected = exact(x64)
+    expected.square().sum().backward()
+    assert (y.double() - expected).norm() <= 2e-2 * expected.norm()
+    for (name, a), b in zip([("x", x), *layer.named_parameters()], [x64, *exact.parameters()]):
+        assert a.grad.dtype == torch.float32, name
+        assert (a.grad.double() - b.grad).norm() <= 3e-2 * b.grad.norm(), name
+
+
+def test_autocast_leaves_fp64_alone():
+    layer = make_layer(4, 2)
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), expected)
 
 
 @pytest.mark.parametrize(
