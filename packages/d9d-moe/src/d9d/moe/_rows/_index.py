@@ -8,6 +8,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .._operator import operator
 from .._triton import has_triton
 
 
@@ -37,7 +38,7 @@ def group_by_destination(destination_TK: Tensor, destinations: int, *, rows: int
     return RowIndex(row_TK, count_D, rows)
 
 
-@torch.library.custom_op("d9d::group_by_destination", mutates_args=())
+@operator("d9d::group_by_destination")
 def _group(destination_TK: Tensor, destinations: int, first: int) -> tuple[Tensor, Tensor]:
     if destination_TK.is_cuda and has_triton():
         from ._launch import sort_by_counting  # noqa: PLC0415 - Triton comes with torch for CUDA only

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._operator import operator
 from .._triton import has_kernels_for, has_triton
 from ._index import RowIndex
 
@@ -43,7 +44,7 @@ def sum_rows(y_NH: Tensor, index: RowIndex, *, weights_TK: Tensor | None = None)
     return tokens_TH
 
 
-@torch.library.custom_op("d9d::gather_rows", mutates_args=())
+@operator("d9d::gather_rows")
 def _gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows, and numbers of the rows: empty without any of the slots."""
     if has_kernels_for(x_TH):
@@ -62,7 +63,7 @@ def _(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple
     return x_NH, x_TH.new_empty(0) if probs_TK is None else probs_TK.new_empty(rows)
 
 
-@torch.library.custom_op("d9d::sum_rows", mutates_args=())
+@operator("d9d::sum_rows")
 def _sum(y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Tokens, and numbers of the slots: empty without any of the rows."""
     if has_kernels_for(y_NH):
@@ -80,7 +81,7 @@ def _(y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: T
     return x_TH, y_NH.new_empty(0) if probs_N is None else probs_N.new_empty(row_TK.shape)
 
 
-@torch.library.custom_op("d9d::weigh_rows", mutates_args=())
+@operator("d9d::weigh_rows")
 def _weigh(grad_TH: Tensor, y_NH: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weights of a weighted sum."""
     if has_kernels_for(y_NH):
