@@ -129,7 +129,7 @@ class _Send(torch.autograd.Function):
         x_SH, probs_SK, ids_SK = layout.views(packed)
         pack_rows(x_TH, probs_TK, ids_TK, travel.sent.row_TK, into=(x_SH, probs_SK, ids_SK))
         travel.start(travel.route, packed, layout)
-        return x_TH.new_zeros(())
+        return x_TH.new_empty(0)
 
     @staticmethod
     @once_differentiable

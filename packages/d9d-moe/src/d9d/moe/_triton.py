@@ -32,6 +32,8 @@ def on_its_device(
 
     @functools.wraps(launch)
     def run(x: Tensor, /, *args: OptionsP.args, **options: OptionsP.kwargs) -> ResultT:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launch(x, *args, **options)
         with torch.cuda.device_of(x):
             return launch(x, *args, **options)
 
