@@ -4,40 +4,40 @@ The same few lines stand in d9d.attn and d9d.moe, which share no package below t
 """
 
 from collections.abc import Callable
-from typing import Any, Generic, ParamSpec, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-ArgumentsP = ParamSpec("ArgumentsP")
 ResultT = TypeVar("ResultT")
 
 
-class Operator(Generic[ArgumentsP, ResultT]):
+class Operator(Generic[ResultT]):
     """A function that is an operator to whatever records, replaces or transforms operators.
 
     That is torch.compile, fake and meta tensors, dispatch modes, functorch, other subclasses of Tensor, and autograd,
     which refuses an operator without a formula. All else calls the function itself: dispatch to a Python operator costs
     more than most of what ours do on the host, and its first call takes seconds, to import what only compilers need.
+
+    Attributes:
+        registered: The operator itself.
     """
 
-    def __init__(self, name: str, function: Callable[ArgumentsP, ResultT], mutates_args: tuple[str, ...]) -> None:
+    def __init__(self, name: str, function: Callable[..., ResultT], mutates_args: tuple[str, ...]) -> None:
         self._function = function
-        self._operator: Any = torch.library.custom_op(name, function, mutates_args=mutates_args)
-        self.register_fake = self._operator.register_fake
-        self.register_autograd = self._operator.register_autograd
+        self.registered: Any = torch.library.custom_op(name, function, mutates_args=mutates_args)
+        self.register_fake = self.registered.register_fake
+        self.register_autograd = self.registered.register_autograd
 
-    def __call__(self, *args: ArgumentsP.args, **kwargs: ArgumentsP.kwargs) -> ResultT:
-        """Call one of the two; arguments are positional."""
+    def __call__(self, *args: Any) -> ResultT:
+        """Call one of the two."""
         if not torch.compiler.is_compiling() and _nobody_watches(args):
-            return self._function(*args, **kwargs)
-        made: ResultT = self._operator(*args, **kwargs)
+            return self._function(*args)
+        made: ResultT = self.registered(*args)
         return made
 
 
-def operator(
-    name: str, *, mutates_args: tuple[str, ...] = ()
-) -> Callable[[Callable[ArgumentsP, ResultT]], Operator[ArgumentsP, ResultT]]:
+def operator(name: str, *, mutates_args: tuple[str, ...] = ()) -> Callable[[Callable[..., ResultT]], Operator[ResultT]]:
     """Make a function, as `torch.library.custom_op` wants it, an operator."""
     return lambda function: Operator(name, function, mutates_args)
 
