@@ -1,5 +1,7 @@
 """The layer on one process, against a plain loop over experts."""
 
+import copy
+import pickle
 from typing import ClassVar
 
 import attrs
@@ -9,6 +11,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
 from d9d.moe import (
@@ -21,6 +24,7 @@ from d9d.moe import (
     SoftmaxScoring,
     SwiGLU,
     TopKRouter,
+    TorchGroupedMMConfig,
 )
 
 torch.set_num_threads(1)
@@ -348,6 +352,41 @@ def test_a_compiled_layer_equals_eager():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), weights) for out in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@attrs.frozen(kw_only=True)
+class TorchAnywhere(GroupedMMConfig):
+    """torch's product on any device."""
+
+    kind: ClassVar[str] = "torch anywhere"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def build(self):
+        return TorchGroupedMMConfig().build()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_between_dispatch_and_combine_are_one_graph(bias):
+    torch.compiler.reset()
+    experts = GroupedSwiGLU(3, 8, 8, bias=bias, backend=TorchAnywhere())
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(experts, backend=counter, fullgraph=True, dynamic=True)  # before any eager call
+    for rows in (5, 9, 16):
+        operands = [torch.randn(rows, 8, requires_grad=True), torch.rand(rows, requires_grad=True)]
+        counts = torch.tensor([rows - 2, 0, 2], dtype=torch.int32)
+        found, expected = compiled(*operands, counts), experts(*operands, counts)
+        torch.testing.assert_close(found, expected)
+        operands += experts.parameters()
+        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), operands) for y in (found, expected)))
+    assert counter.frame_count == 1
+
+
+def test_a_copy_of_experts_and_a_pickled_one_are_the_same():
+    experts = GroupedSwiGLU(3, 8, 8, backend=TorchAnywhere())
+    operands = torch.randn(4, 8), torch.rand(4), torch.tensor([1, 0, 3], dtype=torch.int32)
+    expected = experts(*operands)
+    for twin in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert torch.equal(twin(*operands), expected)
 
 
 def test_a_gradient_of_a_gradient_is_refused():

@@ -5,7 +5,6 @@ Shapes: N rows (routed tokens sorted by expert), E experts held here, H hidden s
 
 import math
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -13,7 +12,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ._activation import GatedActivation, SwiGLUActivation
 from ._autocast import cast_by_autocast
-from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed, grouped_mm_backends
+from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed
+from ._product_choice import ProductChoice
 
 _SWIGLU = SwiGLUActivation()
 # Columns of the product that adds biases, of which one is used: kernels take rows of 16 bytes.
@@ -72,9 +72,7 @@ class GroupedSwiGLU(nn.Module):
         self.has_bias = bias
         self.fused = fused
         self.backend = backend
-        self._need = GroupedMMNeed(sizes=(hidden_size, intermediate_size))
-        grouped_mm_backends.choose(backend, self._need)
-        self._backends: dict[tuple[str, torch.dtype], GroupedMM] = {}
+        self._choice = ProductChoice(backend, GroupedMMNeed(sizes=(hidden_size, intermediate_size)))
         inner = {"gate_up": 2 * intermediate_size} if fused else dict.fromkeys(("gate", "up"), intermediate_size)
         for name, size in inner.items():
             self._add(name, size, hidden_size)
@@ -111,7 +109,7 @@ class GroupedSwiGLU(nn.Module):
                 "the parameters must be this rank's block"
             )
         x_NH = cast_by_autocast(x_NH)
-        grouped_mm = self._grouped_mm(x_NH.device.type, x_NH.dtype)
+        grouped_mm = self._choice.product(x_NH)
 
         def project(x_NK: Tensor, weight_EMK: Tensor, bias_EM: Tensor | None = None) -> Tensor:
             y_NM = grouped_mm(x_NK, cast_by_autocast(weight_EMK), counts_E)
@@ -127,13 +125,6 @@ class GroupedSwiGLU(nn.Module):
         if self.down_bias is None:
             return y_NH
         return (y_NH + _weighed(grouped_mm, self.down_bias, counts_E, probs_N)).to(y_NH.dtype)
-
-    def _grouped_mm(self, device_type: str, dtype: torch.dtype) -> GroupedMM:
-        """Choose once per device type and dtype."""
-        if (device_type, dtype) not in self._backends:
-            need = attrs.evolve(self._need, device_type=device_type, dtype=dtype)
-            self._backends[device_type, dtype] = grouped_mm_backends.choose(self.backend, need).config.build()
-        return self._backends[device_type, dtype]
 
     def extra_repr(self) -> str:
         """Show the settings in the module's repr."""

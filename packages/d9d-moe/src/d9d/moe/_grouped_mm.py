@@ -109,7 +109,9 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
 
 def _row_major(x: Tensor) -> Tensor:
     """Give a matrix the strides of its shape. A single row of any strides is contiguous to torch, not to the kernel."""
-    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
+    if not torch.compiler.is_compiling() and x.stride() == (x.shape[1], 1):  # a graph cannot ask a gradient
+        return x
+    return x.contiguous().view(-1).view(x.shape)
 
 
 def _spoils_empty_groups(device: torch.device) -> bool:
