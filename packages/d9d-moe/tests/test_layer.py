@@ -368,16 +368,18 @@ class TorchAnywhere(GroupedMMConfig):
 @pytest.mark.parametrize("bias", [False, True])
 def test_experts_between_dispatch_and_combine_are_one_graph(bias):
     torch.compiler.reset()
-    experts = GroupedSwiGLU(3, 8, 8, bias=bias, backend=TorchAnywhere())
+    torch.manual_seed(0)
+    experts = GroupedSwiGLU(3, 8, 8, bias=bias, backend=TorchAnywhere()).bfloat16()  # torch 2.11 traces no other
     counter = CompileCounterWithBackend("aot_eager")
     compiled = torch.compile(experts, backend=counter, fullgraph=True, dynamic=True)  # before any eager call
     for rows in (5, 9, 16):
-        operands = [torch.randn(rows, 8, requires_grad=True), torch.rand(rows, requires_grad=True)]
+        operands = [torch.randn(rows, 8).bfloat16().requires_grad_(), torch.rand(rows, requires_grad=True)]
         counts = torch.tensor([rows - 2, 0, 2], dtype=torch.int32)
         found, expected = compiled(*operands, counts), experts(*operands, counts)
         torch.testing.assert_close(found, expected)
         operands += experts.parameters()
-        torch.testing.assert_close(*(torch.autograd.grad(y.square().sum(), operands) for y in (found, expected)))
+        gradients = [torch.autograd.grad(y.square().sum(), operands) for y in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=2e-2, atol=1e-2)
     assert counter.frame_count == 1
 
 
