@@ -1,5 +1,6 @@
 """The mixture of experts of the 8-layer card: its kernels, its layer, and its experts spread over GPUs.
 
+    python tools/bench_moe.py --host                                                   # the host's part; on CPU too
     python tools/bench_moe.py                                                          # one GPU
     python -m torch.distributed.run --standalone --nproc-per-node 2 tools/bench_moe.py # and spread over two
 
@@ -10,6 +11,7 @@ reference that is measured in the same run.
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable
 
 import torch
@@ -25,6 +27,8 @@ TOKENS, HIDDEN, EXPERTS, TOP_K, INTERMEDIATE = 16_384, 2048, 128, 8, 768
 DENSE = (65_536, 4096)
 WARMUP, TIMED = 5, 15
 CALLS = 20
+HOST_TOKENS, HOST_HIDDEN = 16, 64
+HOST_WARMUP, HOST_TIMED = 50, 300
 STEPS = 4
 """Of a layer in a row, as in training, where the host is ahead of the device."""
 
@@ -243,11 +247,57 @@ def bench_spread() -> None:
         print(f"  with all experts on each GPU {alone:.2f} ms: {alone / spread:.1%} of its tokens/s a GPU")
 
 
+def host_us(run: Callable[[], object]) -> float:
+    """Median time until a call returns on an idle device; almost none of it is the device's."""
+    times: list[float] = []
+    for _ in range(HOST_WARMUP + HOST_TIMED):
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - start) * 1e6)
+    return statistics.median(times[HOST_WARMUP:])
+
+
+def bench_host() -> None:
+    """What the host spends on the way there and back of a few tokens, on one rank: on CUDA it launches, on CPU it does
+    all of the work, with other operations."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    backend = "nccl" if device == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    assert dist.group.WORLD is not None
+    dispatcher = AllToAllDispatcher(EXPERTS, dist.group.WORLD)
+    x = torch.randn(HOST_TOKENS, HOST_HIDDEN, device=device, dtype=torch.bfloat16, requires_grad=True)
+    ids = torch.rand(HOST_TOKENS, EXPERTS, device=device).argsort(1)[:, :TOP_K].contiguous()
+    probs = torch.rand(HOST_TOKENS, TOP_K, device=device, requires_grad=True)
+    upstream = torch.randn_like(x)
+
+    rows = dispatcher.dispatch(x, ids, probs)
+    there = [rows.x_NH, rows.probs_N]
+    upstream_there = [torch.randn_like(y) for y in there]
+    y = rows.x_NH.detach().requires_grad_()
+    back = dispatcher.combine(y, rows.handle)
+    one = torch.empty_like(y)
+    for name, run in (
+        ("one all_to_all_single", lambda: dist.all_to_all_single(one, y.detach(), [len(y)], [len(y)])),
+        ("dispatch", lambda: dispatcher.dispatch(x, ids, probs)),
+        ("dispatch, backward", lambda: torch.autograd.grad(there, [x, probs], upstream_there, retain_graph=True)),
+        ("combine", lambda: dispatcher.combine(y, rows.handle)),
+        ("combine, backward", lambda: torch.autograd.grad(back, y, upstream, retain_graph=True)),
+    ):
+        print(f"  host, {device}, {HOST_TOKENS} tokens: {name:<24} {host_us(run):6.0f} us", flush=True)
+    dist.destroy_process_group()
+
+
 def main() -> None:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="list the kernels of the layer")
+    parser.add_argument("--host", action="store_true", help="only the time that the host spends")
     arguments = parser.parse_args()
+    if arguments.host:
+        bench_host()
+        return
     if "WORLD_SIZE" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
@@ -255,6 +305,7 @@ def main() -> None:
         dist.destroy_process_group()
         return
     bench_kernels()
+    bench_host()
     bench_layer(profile=arguments.profile)
 
 

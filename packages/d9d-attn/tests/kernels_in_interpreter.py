@@ -277,7 +277,7 @@ def test_operators_are_registered_as_torch_wants_them(checks):
     tables = torch.randn(1, 3, 8), torch.randn(1, 3, 8)
 
     def check(operator, *operands):
-        torch.library.opcheck(operator, operands, test_utils=checks)
+        torch.library.opcheck(operator.registered, operands, test_utils=checks)
 
     for given_residual in (None, residual):
         check(norm_operators.rms_norm_operator, x, given_residual, weight, 1e-6, True)

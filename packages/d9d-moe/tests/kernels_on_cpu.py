@@ -60,9 +60,15 @@ for tokens, slots, destinations, size, dtype in (
     assert torch.equal(found_probs, _copied(probs.flatten(), row, total))
     y = padded[:, 1 : size + 1]
     for weighted in (None, weights):
-        summed, back = rows.add_up(y, weighted, found_probs, row)
+        summed, back = draw(tokens, size + 2)[:, :size], draw(tokens, slots + 1)[:, :slots]
+        rows.add_up(y, weighted, found_probs, row, into=(summed, back))
         torch.testing.assert_close(summed, _added(y, weighted, row))
         assert torch.equal(back, _of_rows(found_probs, row))
+    into = draw(total, size + 1)[:, :size], draw(total, 6)[:, 1:3], torch.zeros(total, 4, dtype=torch.int32)[:, :2]
+    numbers, names = torch.rand(tokens, 2), torch.randint(9, (tokens, 2))
+    rows.pack(x, numbers, names, row, into=into)
+    for found, wanted in zip(into, (x, numbers, names.int())):
+        assert torch.equal(found, _copied(wanted.repeat_interleave(slots, 0), row, total))
     if total == 0:
         continue
     grad = draw(tokens, size)

@@ -194,20 +194,34 @@ def check_recompute_and_split_backward():
 
 
 def check_one_rank_needs_no_gradient_of_its_tokens():
+    for frozen in ((), ("router",), ("router", "experts")):
+        layer = make_layer(2)
+        spread(layer)
+        for name in frozen:
+            getattr(layer, name).requires_grad_(requires_grad=False)
+        x = torch.randn(3, HIDDEN, dtype=torch.float64)
+        gradient, *expected = gradients_of(layer, x, plainly)
+        for run in (plainly, recomputed):
+            layer.zero_grad()
+            mine = x.clone().requires_grad_(dist.get_rank() == 0)
+            run(layer, mine)
+            torch.testing.assert_close(mine.grad, gradient if mine.requires_grad else None, rtol=1e-12, atol=1e-12)
+            for parameter, wanted in zip(layer.parameters(), expected):
+                torch.testing.assert_close(parameter.grad, wanted, rtol=1e-12, atol=1e-12)
+
+
+def check_no_rank_needs_a_gradient():
+    """Then none is recorded, as below the first layer that is trained."""
     layer = make_layer(2)
     spread(layer)
-    x = torch.randn(3, HIDDEN, dtype=torch.float64)
-    _, *expected = gradients_of(layer, x, plainly)
-    layer.zero_grad()
-    layer(x.requires_grad_(dist.get_rank() == 0)).square().sum().backward()
-    for parameter, gradient in zip(layer.parameters(), expected):
-        torch.testing.assert_close(parameter.grad, gradient, rtol=1e-12, atol=1e-12)
+    assert not layer.requires_grad_(requires_grad=False)(torch.randn(3, HIDDEN, dtype=torch.float64)).requires_grad
 
 
 def all_checks():
     check_parameters_of_all_experts_are_refused()
     check_recompute_and_split_backward()
     check_one_rank_needs_no_gradient_of_its_tokens()
+    check_no_rank_needs_a_gradient()
     check_a_copy_works_on_the_same_group()
     check_dispatchers_agree()
     check_layers_agree()
@@ -217,7 +231,12 @@ def all_checks():
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_expert_parallel_equals_one_process(ranks):
-    run_world(ranks, all_checks)
+    run_world(ranks, all_checks, timeout=60)
+
+
+def test_a_rank_that_records_no_gradient_says_so():
+    with pytest.raises(WorldError, match="tokens of other ranks need a gradient and this rank records none"):
+        run_world(2, layer_where_one_rank_records_no_gradient, timeout=60)
 
 
 def check_compiled():
@@ -233,6 +252,13 @@ def check_compiled():
 @pytest.mark.long
 def test_a_compiled_layer_equals_eager_where_experts_are_spread():
     run_world(2, check_compiled)
+
+
+def layer_where_one_rank_records_no_gradient():
+    layer = make_layer(2)
+    spread(layer)
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        layer(torch.randn(3, HIDDEN, dtype=torch.float64))
 
 
 def spread_too_far():

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from d9d.moe import silu_mul, silu_mul_pair
 from d9d.moe._rows import (
@@ -102,6 +104,39 @@ def test_the_activation_is_rounded_once(dtype):
 def test_halves_and_probabilities_that_do_not_fit_are_refused(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+class Watched(TorchDispatchMode):
+    """The operators that run."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(func.name())
+        return func(*args, **(kwargs or {}))
+
+
+def test_who_watches_sees_an_operator_and_nobody_else_pays_for_it(monkeypatch):
+    ids, x = torch.tensor([[1, 0], [2, 1]]), torch.randn(2, 3)
+
+    def run(ids, x):
+        index = group_by_destination(ids, 3, rows=4)
+        return sum_rows(gather_rows(x, index), index)
+
+    expected = run(ids, x)
+    with Watched() as watched:
+        assert torch.equal(run(ids, x), expected)
+    seen = [name for name in watched.names if name.startswith("d9d::")]
+    assert seen == ["d9d::group_by_destination", "d9d::gather_rows", "d9d::sum_rows"]
+    with FakeTensorMode() as mode:
+        fakes = mode.from_tensor(ids), mode.from_tensor(x)
+        assert run(*fakes).shape == x.shape
+    assert run(*fakes).shape == x.shape  # out of the mode as well
+    assert run(ids.to("meta"), x.to("meta")).is_meta
+    monkeypatch.setattr("torch._library.custom_ops.CustomOpDef.__call__", None)
+    assert torch.equal(run(ids, x), expected)
 
 
 needs_gpu = pytest.mark.gpu

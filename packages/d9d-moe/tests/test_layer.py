@@ -1,14 +1,31 @@
 """The layer on one process, against a plain loop over experts."""
 
+import copy
+import pickle
+from typing import ClassVar
+
+import attrs
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import checkpoint
 
-from d9d.moe import GroupedSwiGLU, MoELayer, PlainGatedActivation, SoftmaxScoring, SwiGLU, TopKRouter
+from d9d.moe import (
+    Capabilities,
+    EagerGroupedMMConfig,
+    GroupedMMConfig,
+    GroupedSwiGLU,
+    MoELayer,
+    PlainGatedActivation,
+    SoftmaxScoring,
+    SwiGLU,
+    TopKRouter,
+    TorchGroupedMMConfig,
+)
 
 torch.set_num_threads(1)
 HIDDEN, INTERMEDIATE = 6, 5
@@ -229,6 +246,70 @@ def test_biases_and_a_plain_activation_in_bf16_are_right_to_their_dtype():
         assert (a.grad[1] == 0).all()
 
 
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_down_bias_in_bf16_is_weighed_without_being_rounded(fused):
+    torch.manual_seed(0)
+    layer = GroupedSwiGLU(3, 16, 8, bias=True, fused=fused).bfloat16()
+    with torch.no_grad():
+        layer.down_proj.zero_()  # what is left is the bias times the probability
+    probs = torch.rand(400, requires_grad=True)
+    counts = torch.tensor([130, 0, 270], dtype=torch.int32)
+    exact = layer.down_bias.double().repeat_interleave(counts, 0) * probs.double()[:, None]
+    y = layer(torch.randn(400, 16).bfloat16(), probs, counts)
+    assert y.dtype == torch.bfloat16
+    torch.testing.assert_close(y.double(), exact, rtol=2**-8, atol=0)  # half a step of its 8 bits
+    (found,) = torch.autograd.grad(y, probs, torch.ones_like(y))
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), layer.down_bias.double().sum(1).repeat_interleave(counts))
+
+
+@attrs.frozen(kw_only=True)
+class ProductOfBf16(GroupedMMConfig):
+    """Takes bf16 only, on any device."""
+
+    kind: ClassVar[str] = "bf16"
+    capabilities: ClassVar[Capabilities] = Capabilities(dtypes=frozenset({torch.bfloat16}))
+
+    def build(self):
+        def product(x, weight, counts):
+            assert x.dtype == weight.dtype == torch.bfloat16
+            return EagerGroupedMMConfig().build()(x, weight, counts)
+
+        return product
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_autocast_computes_in_its_dtype_and_gives_gradients_in_that_of_the_weights(bias):
+    torch.manual_seed(0)
+    experts = GroupedSwiGLU(4, 16, 8, bias=bias, backend=ProductOfBf16())
+    layer = MoELayer(TopKRouter(16, 4, 2, logits_in_fp32=True), experts, shared=SwiGLU(16, 8), shared_gate=True)
+    exact = MoELayer(TopKRouter(16, 4, 2), GroupedSwiGLU(4, 16, 8, bias=bias), shared=SwiGLU(16, 8), shared_gate=True)
+    exact.load_state_dict(layer.state_dict())
+    exact.double()
+    x = torch.randn(2, 30, 16, requires_grad=True)
+    x64 = x.detach().double().requires_grad_()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert experts(x[0], torch.ones(30), torch.tensor([30, 0, 0, 0], dtype=torch.int32)).dtype == torch.bfloat16
+        assert layer.shared(x).dtype == torch.bfloat16
+        y = layer(x)
+    assert y.dtype == torch.bfloat16
+    y.float().square().sum().backward()
+    expected = exact(x64)
+    expected.square().sum().backward()
+    assert (y.double() - expected).norm() <= 2e-2 * expected.norm()
+    for (name, a), b in zip([("x", x), *layer.named_parameters()], [x64, *exact.parameters()]):
+        assert a.grad.dtype == torch.float32, name
+        assert (a.grad.double() - b.grad).norm() <= 3e-2 * b.grad.norm(), name
+
+
+def test_autocast_leaves_fp64_alone():
+    layer = make_layer(4, 2)
+    x = torch.randn(2, 5, HIDDEN, dtype=torch.float64)
+    expected = layer(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer(x), expected)
+
+
 @pytest.mark.parametrize(
     ("mask", "message"),
     [
@@ -271,6 +352,43 @@ def test_a_compiled_layer_equals_eager():
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
     gradients = [torch.autograd.grad(out.square().sum(), weights) for out in (found, expected)]
     torch.testing.assert_close(*gradients, rtol=1e-12, atol=1e-12)
+
+
+@attrs.frozen(kw_only=True)
+class TorchAnywhere(GroupedMMConfig):
+    """torch's product on any device."""
+
+    kind: ClassVar[str] = "torch anywhere"
+    capabilities: ClassVar[Capabilities] = Capabilities()
+
+    def build(self):
+        return TorchGroupedMMConfig().build()
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_experts_between_dispatch_and_combine_are_one_graph(bias):
+    torch.compiler.reset()
+    torch.manual_seed(0)
+    experts = GroupedSwiGLU(3, 8, 8, bias=bias, backend=TorchAnywhere()).bfloat16()  # torch 2.11 traces no other
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(experts, backend=counter, fullgraph=True, dynamic=True)  # before any eager call
+    for rows in (5, 9, 16):
+        operands = [torch.randn(rows, 8).bfloat16().requires_grad_(), torch.rand(rows, requires_grad=True)]
+        counts = torch.tensor([rows - 2, 0, 2], dtype=torch.int32)
+        found, expected = compiled(*operands, counts), experts(*operands, counts)
+        torch.testing.assert_close(found, expected)
+        operands += experts.parameters()
+        gradients = [torch.autograd.grad(y.square().sum(), operands) for y in (found, expected)]
+        torch.testing.assert_close(*gradients, rtol=2e-2, atol=1e-2)
+    assert counter.frame_count == 1
+
+
+def test_a_copy_of_experts_and_a_pickled_one_are_the_same():
+    experts = GroupedSwiGLU(3, 8, 8, backend=TorchAnywhere())
+    operands = torch.randn(4, 8), torch.rand(4), torch.tensor([1, 0, 3], dtype=torch.int32)
+    expected = experts(*operands)
+    for twin in (copy.deepcopy(experts), pickle.loads(pickle.dumps(experts))):
+        assert torch.equal(twin(*operands), expected)
 
 
 def test_a_gradient_of_a_gradient_is_refused():

@@ -65,30 +65,33 @@ def gpt_oss_apart():
     return gpt_oss(fused=False)
 
 
-def step(layer, x, upstream, *, recompute, **given):
-    out = checkpoint(layer, x, use_reentrant=False, **given) if recompute else layer(x, **given)
+def step(layer, x, upstream, *, form, **given):
+    with torch.autocast("cuda", torch.bfloat16, enabled=form == "autocast"):
+        out = checkpoint(layer, x, use_reentrant=False, **given) if form == "recomputed" else layer(x, **given)
     out.backward(upstream)
     update_expert_bias([layer], None)
     return out
 
 
 @pytest.mark.parametrize("flavour", [qwen3, qwen2, deepseek, gpt_oss, gpt_oss_apart])
-@pytest.mark.parametrize("form", ["plain", "recomputed", "padded", "documents", "one token", "all padding", "nothing"])
+@pytest.mark.parametrize(
+    "form", ["plain", "recomputed", "autocast", "padded", "documents", "one token", "all padding", "nothing"]
+)
 def test_no_flavour_waits_for_the_device_and_all_are_right(flavour, form):
     torch.manual_seed(0)
-    layer = flavour().cuda().bfloat16()
+    dtype = torch.float32 if form == "autocast" else torch.bfloat16
+    layer = flavour().cuda().to(dtype)
     exact = copy.deepcopy(layer).cpu().double()
     length = {"one token": 1, "nothing": 0}.get(form, 77)
-    x = torch.randn(2, length, HIDDEN, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    upstream = torch.randn_like(x)
+    x = torch.randn(2, length, HIDDEN, device="cuda", dtype=dtype, requires_grad=True)
+    upstream = torch.randn_like(x, dtype=torch.bfloat16)
     given = {}
     if form in {"padded", "all padding"}:
         given["mask"] = torch.rand(2, length, device="cuda") > (0.4 if form == "padded" else 1.0)
     if form == "documents":
         offsets = torch.tensor([0, 3, 3, 100, 2 * length], device="cuda", dtype=torch.int32)
         given["sequences"] = Sequences.from_offsets(offsets, 2 * length)
-    recompute = form == "recomputed"
-    step(layer, x, upstream, recompute=recompute, **given)  # libraries are set up in the first call
+    step(layer, x, upstream, form=form, **given)  # libraries are set up in the first call
     layer.zero_grad()
     x.grad = None
     layer.router.expert_load.zero_()
@@ -97,7 +100,7 @@ def test_no_flavour_waits_for_the_device_and_all_are_right(flavour, form):
     try:
         torch.cuda.set_sync_debug_mode("error")
         with record_routing(layer) as record:
-            out = step(layer, x, upstream, recompute=recompute, **given)
+            out = step(layer, x, upstream, form=form, **given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

@@ -63,6 +63,23 @@ def test_selected_softmax_is_softmax_renormalized():
     torch.testing.assert_close(a(x).probs_TK, b(x).probs_TK, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.parametrize("scoring", [SoftmaxScoring(), SigmoidScoring(), SelectedSoftmaxScoring()])
+def test_experts_whose_scores_underflow_have_finite_weights_and_gradients(scoring):
+    router = TopKRouter(HIDDEN, EXPERTS, 2, scoring=scoring)
+    x = torch.randn(3, HIDDEN, requires_grad=True)
+    with torch.no_grad():
+        router.weight.zero_()
+        router.weight[:6] = -300 * x[0] / x[0].square().sum()
+        router.weight[6] = 300 * x[0] / x[0].square().sum()
+    routing = router(x, ids_TK=torch.tensor([[0, 1], [2, 3], [6, 0]]))
+    underflown = not isinstance(scoring, SelectedSoftmaxScoring)
+    torch.testing.assert_close(routing.probs_TK[0], torch.full((2,), 0.0 if underflown else 0.5))
+    routing.probs_TK.sum().backward()
+    assert routing.probs_TK.isfinite().all()
+    assert x.grad.isfinite().all()
+    assert router.weight.grad.isfinite().all()
+
+
 @settings(max_examples=40, deadline=None)
 @given(data=st.data(), groups=st.sampled_from([1, 2, 4]), seed=st.integers(0, 99))
 def test_group_limited_selection_takes_the_best_of_the_best_groups(data, groups, seed):

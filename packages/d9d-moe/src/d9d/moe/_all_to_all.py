@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._dispatch import Dispatched, Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
-from ._rows import RowIndex, gather_rows_with_probs, group_by_destination, ranks_of_tokens, sum_rows
-from ._travel import Route, Travel, exchange, receive, send
+from ._rows import RowIndex, group_operator, ranks_of_tokens
+from ._travel import Route, Travel, bring_back, receive, send
 
 
 class AllToAllHandle(NamedTuple):
@@ -39,9 +39,7 @@ class _PendingAllToAll(NamedTuple):
 
     def wait(self) -> Dispatched[AllToAllHandle]:
         """Sort what has arrived by expert."""
-        x_RH, probs_RK, ids_RK = receive(self.ticket, self.travel)
-        local = group_by_destination(ids_RK, len(self.experts), rows=self.rows, first=self.experts.start)
-        x_NH, probs_N = gather_rows_with_probs(x_RH, probs_RK, local)
+        x_NH, probs_N, local = receive(self.ticket, self.travel, self.experts, rows=self.rows)
         return Dispatched(x_NH, probs_N, local.count_D, AllToAllHandle(self.travel.sent, local, self.travel.route))
 
 
@@ -49,7 +47,8 @@ class _PendingAllToAll(NamedTuple):
 class AllToAllDispatcher:
     """Sends a token once to each rank that holds one of its experts, its ids and probabilities in the same message.
 
-    A result comes back as one partial sum per rank. dispatch waits for the device once, for the split sizes.
+    A result comes back as one partial sum per rank. Where the tokens or probabilities of any rank need a gradient, the
+    rows of every rank do. dispatch waits for the device once, for the split sizes.
     """
 
     num_experts: int
@@ -67,25 +66,50 @@ class AllToAllDispatcher:
         return self.dispatch_async(x_TH, ids_TK, probs_TK).wait()
 
     def dispatch_async(self, x_TH: Tensor, ids_TK: Tensor, probs_TK: Tensor) -> _PendingAllToAll:
-        """Send tokens; see Dispatcher. It has waited for the split sizes when it returns."""
-        rank, ranks = dist.get_rank(self.group), dist.get_world_size(self.group)
+        """Send tokens; see Dispatcher. It has waited for the split sizes when it returns.
+
+        Raises:
+            RuntimeError: Gradients are off on this rank, and tokens of others need one.
+        """
+        rank, ranks = self.group.rank(), self.group.size()
         size = self.num_experts // ranks
         rank_TP, sends_P2 = ranks_of_tokens(ids_TK, size, ranks)
+        needs_gradient = torch.is_grad_enabled() and (x_TH.requires_grad or probs_TK.requires_grad)
+        if not needs_gradient:  # told along with the counts: backward exchanges on all ranks or on none
+            sends_P2.bitwise_not_()
         receives_P2 = torch.empty_like(sends_P2)
-        dist.all_to_all_single(receives_P2, sends_P2, group=self.group)
+        counting = dist.all_to_all_single(receives_P2, sends_P2, group=self.group, async_op=True)
+        row_TP, count_P = group_operator(rank_TP, ranks, 0)
+        assert counting is not None
+        counting.wait()
         sends, receives = torch.stack([sends_P2, receives_P2]).tolist()
-        route = Route([tokens for tokens, _ in sends], [tokens for tokens, _ in receives], self.group)
+        if not needs_gradient and any(tokens >= 0 for tokens, _ in receives):
+            x_TH = _requiring_gradient(x_TH)
+        route = Route([_count(tokens) for tokens, _ in sends], [_count(tokens) for tokens, _ in receives], self.group)
 
-        sent = group_by_destination(rank_TP, ranks, rows=sum(route.sends))
-        travel = Travel(sent, route)
+        travel = Travel(RowIndex(row_TP, count_P, sum(route.sends)), route)
         ticket = send(x_TH, probs_TK, ids_TK, travel)
         experts = range(rank * size, (rank + 1) * size)
-        return _PendingAllToAll(travel, ticket, experts, sum(rows for _, rows in receives))
+        return _PendingAllToAll(travel, ticket, experts, sum(_count(rows) for _, rows in receives))
 
     def combine(self, y_NH: Tensor, handle: AllToAllHandle) -> Tensor:
         """Sum here, send back, sum there; see Dispatcher. Partial sums travel in the dtype of y."""
-        partial_RH = sum_rows(y_NH, handle.local)
-        return sum_rows(exchange(partial_RH, handle.route.back()), handle.sent)
+        return bring_back(y_NH, handle.local.row_TK, handle.sent.row_TK, handle.route)
+
+
+def _count(told: int) -> int:
+    """A count, or its complement, which says that the rank it is from needs no gradient."""
+    return told if told >= 0 else ~told
+
+
+def _requiring_gradient(x_TH: Tensor) -> Tensor:
+    """Give x a gradient that nobody asks for, so that this rank takes part when those of others travel back."""
+    if not torch.is_grad_enabled():
+        raise RuntimeError(
+            "tokens of other ranks need a gradient and this rank records none: their backward would wait for it; "
+            "enable gradients on all ranks of the group or on none"
+        )
+    return x_TH.detach().requires_grad_()
 
 
 @attrs.frozen(kw_only=True)

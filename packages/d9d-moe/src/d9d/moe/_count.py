@@ -6,25 +6,13 @@ Shapes: T tokens, E experts, K experts per token.
 import torch
 from torch import Tensor
 
+from ._operator import operator
 
+
+# An operator, because a graph would keep what is so while it is traced: whether a forward is a recompute.
+@operator("d9d::count_tokens", mutates_args=("load_E",))
 def count_tokens(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
     """Add to load_E (int64) the tokens given to each expert, except where the mask is False, and in recompute."""
-    if torch.compiler.is_compiling():
-        _op(load_E, ids_TK, mask_T)
-    else:  # the first call of an operator takes seconds, to import what only compilers need
-        _count(load_E, ids_TK, mask_T)
-
-
-def is_recomputing() -> bool:
-    """Whether this forward runs inside a backward pass, as that of activation checkpointing does.
-
-    torch has no public way to ask; torch.utils.checkpoint itself asks so.
-    """
-    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001
-
-
-@torch.no_grad()
-def _count(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
     if is_recomputing():
         return
     ones_TK = torch.ones_like(ids_TK)
@@ -33,10 +21,14 @@ def _count(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
     load_E.scatter_add_(0, ids_TK.flatten(), ones_TK.flatten())
 
 
-# An operator, because a graph would keep what is so while it is traced: whether a forward is a recompute.
-_op = torch.library.custom_op("d9d::count_tokens", _count, mutates_args=("load_E",))
-
-
-@_op.register_fake
+@count_tokens.register_fake
 def _(load_E: Tensor, ids_TK: Tensor, mask_T: Tensor | None) -> None:
     del load_E, ids_TK, mask_T
+
+
+def is_recomputing() -> bool:
+    """Whether this forward runs inside a backward pass, as that of activation checkpointing does.
+
+    torch has no public way to ask; torch.utils.checkpoint itself asks so.
+    """
+    return bool(torch._C._current_graph_task_id() != -1)  # noqa: SLF001

@@ -5,13 +5,15 @@ Shapes: N rows (routed tokens sorted by expert), E experts held here, H hidden s
 
 import math
 
-import attrs
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from ._activation import GatedActivation, SwiGLUActivation
-from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed, grouped_mm_backends
+from ._autocast import cast_by_autocast
+from ._grouped_mm import GroupedMM, GroupedMMConfig, GroupedMMNeed
+from ._product_choice import ProductChoice
 
 _SWIGLU = SwiGLUActivation()
 # Columns of the product that adds biases, of which one is used: kernels take rows of 16 bytes.
@@ -70,9 +72,7 @@ class GroupedSwiGLU(nn.Module):
         self.has_bias = bias
         self.fused = fused
         self.backend = backend
-        self._need = GroupedMMNeed(sizes=(hidden_size, intermediate_size))
-        grouped_mm_backends.choose(backend, self._need)
-        self._backends: dict[tuple[str, torch.dtype], GroupedMM] = {}
+        self._choice = ProductChoice(backend, GroupedMMNeed(sizes=(hidden_size, intermediate_size)))
         inner = {"gate_up": 2 * intermediate_size} if fused else dict.fromkeys(("gate", "up"), intermediate_size)
         for name, size in inner.items():
             self._add(name, size, hidden_size)
@@ -108,27 +108,23 @@ class GroupedSwiGLU(nn.Module):
                 f"rows come for {counts_E.shape[0]!r} experts and the parameters hold {held!r}; after set_expert_group "
                 "the parameters must be this rank's block"
             )
-        grouped_mm = self._grouped_mm(x_NH.device.type, x_NH.dtype)
+        x_NH = cast_by_autocast(x_NH)
+        grouped_mm = self._choice.product(x_NH)
 
-        def project(x_NK: Tensor, weight_EMK: Tensor, bias_EM: Tensor | None, factor_N: Tensor | None) -> Tensor:
-            y_NM = grouped_mm(x_NK, weight_EMK, counts_E)
-            return y_NM if bias_EM is None else y_NM + _rows_of(grouped_mm, bias_EM, counts_E, factor_N, like=y_NM)
+        def project(x_NK: Tensor, weight_EMK: Tensor, bias_EM: Tensor | None = None) -> Tensor:
+            y_NM = grouped_mm(x_NK, cast_by_autocast(weight_EMK), counts_E)
+            return y_NM if bias_EM is None else y_NM + _rows_of(grouped_mm, bias_EM, counts_E, len(y_NM))
 
         if self.fused:
-            gate_up_N2I = project(x_NH, self.gate_up_proj, self.gate_up_bias, None)
-            hidden_NI = self.activation(gate_up_N2I, probs_N)
+            hidden_NI = self.activation(project(x_NH, self.gate_up_proj, self.gate_up_bias), probs_N)
         else:
-            gate_NI = project(x_NH, self.gate_proj, self.gate_bias, None)
-            up_NI = project(x_NH, self.up_proj, self.up_bias, None)
+            gate_NI = project(x_NH, self.gate_proj, self.gate_bias)
+            up_NI = project(x_NH, self.up_proj, self.up_bias)
             hidden_NI = self.activation.pair(gate_NI, up_NI, probs_N)
-        return project(hidden_NI, self.down_proj, self.down_bias, probs_N)
-
-    def _grouped_mm(self, device_type: str, dtype: torch.dtype) -> GroupedMM:
-        """Choose once per device type and dtype."""
-        if (device_type, dtype) not in self._backends:
-            need = attrs.evolve(self._need, device_type=device_type, dtype=dtype)
-            self._backends[device_type, dtype] = grouped_mm_backends.choose(self.backend, need).config.build()
-        return self._backends[device_type, dtype]
+        y_NH = project(hidden_NI, self.down_proj)
+        if self.down_bias is None:
+            return y_NH
+        return (y_NH + _weighed(grouped_mm, self.down_bias, counts_E, probs_N)).to(y_NH.dtype)
 
     def extra_repr(self) -> str:
         """Show the settings in the module's repr."""
@@ -138,14 +134,25 @@ class GroupedSwiGLU(nn.Module):
         )
 
 
-def _rows_of(
-    grouped_mm: GroupedMM, bias_EM: Tensor, counts_E: Tensor, factor_N: Tensor | None, *, like: Tensor
-) -> Tensor:
-    """Give each row the bias of its expert, times its factor: (N, M).
+def _rows_of(grouped_mm: GroupedMM, bias_EM: Tensor, counts_E: Tensor, rows: int) -> Tensor:
+    """Give each row the bias of its expert, exactly: (N, M).
 
-    By a grouped product, of rows that are the factor and weights that are the bias: its gradient is the sum over the
-    rows of each expert, in a fixed order, and the host need not know how many there are.
+    By a grouped product, of rows that are ones and weights that are the bias: its gradient is the sum over the rows of
+    each expert, in a fixed order, and the host need not know how many there are.
     """
-    factor_N = like.new_ones(like.shape[0]) if factor_N is None else factor_N.to(like.dtype)
+    bias_EM = cast_by_autocast(bias_EM)
     pad = (0, _BIAS_COLUMNS - 1)
-    return grouped_mm(F.pad(factor_N[:, None], pad), F.pad(bias_EM[..., None], pad), counts_E)
+    return grouped_mm(F.pad(bias_EM.new_ones(rows, 1), pad), F.pad(bias_EM[..., None], pad), counts_E)
+
+
+def _weighed(grouped_mm: GroupedMM, bias_EM: Tensor, counts_E: Tensor, probs_N: Tensor) -> Tensor:
+    """Give each row the bias of its expert times its probability, in the dtype of the latter: (N, M)."""
+
+    def weigh(bias_EM: Tensor, probs_N: Tensor) -> Tensor:
+        return _rows_of(grouped_mm, bias_EM, counts_E, len(probs_N)) * probs_N[:, None]
+
+    if torch.compiler.is_compiling():  # which chooses by itself what to keep
+        return weigh(bias_EM, probs_N)
+    # The gradient of probabilities reads all rows: better made again than kept.
+    weighed_NM: Tensor = checkpoint(weigh, bias_EM, probs_N, use_reentrant=False, preserve_rng_state=False)
+    return weighed_NM

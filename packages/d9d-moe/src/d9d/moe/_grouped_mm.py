@@ -99,7 +99,8 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
     ends_E = counts_E.cumsum(0, dtype=torch.int32)
     weight_EKM = weight_EMK.transpose(1, 2)
     y_NM = F.grouped_mm(_row_major(x_NK), weight_EKM, offs=ends_E)
-    if y_NM.requires_grad:  # the kernel refuses expanded gradients, as that of a plain sum
+    # The kernel refuses expanded gradients, as that of a plain sum. torch 2.11 compiles no hook for any row count.
+    if y_NM.requires_grad and not torch.compiler.is_compiling():
         y_NM.register_hook(_row_major)
     if weight_EKM.requires_grad and _spoils_empty_groups(x_NK.device):
         is_empty_E11 = (counts_E == 0)[:, None, None]
@@ -109,7 +110,9 @@ def torch_grouped_mm(x_NK: Tensor, weight_EMK: Tensor, counts_E: Tensor) -> Tens
 
 def _row_major(x: Tensor) -> Tensor:
     """Give a matrix the strides of its shape. A single row of any strides is contiguous to torch, not to the kernel."""
-    return x if x.stride() == (x.shape[1], 1) else x.clone(memory_format=torch.contiguous_format)
+    if not torch.compiler.is_compiling() and x.stride() == (x.shape[1], 1):  # a graph cannot ask a gradient
+        return x
+    return x.contiguous().view(-1).view(x.shape)
 
 
 def _spoils_empty_groups(device: torch.device) -> bool:

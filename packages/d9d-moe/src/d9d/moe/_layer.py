@@ -9,6 +9,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ._autocast import cast_by_autocast
 from ._dispatch import Dispatcher, DispatcherConfig, DispatchNeed, dispatchers
 from ._experts import GroupedSwiGLU
 from ._local import LocalDispatcher
@@ -109,7 +110,8 @@ class MoELayer(nn.Module):
         check_tokens(x, mask, self.router.hidden_size)
         tokens = x if mask is None else x.masked_fill(~mask[..., None], 0.0)
         routing = self.router(tokens, mask=mask, sequences=sequences, ids_TK=ids_TK)
-        pending = self.dispatcher.dispatch_async(tokens.reshape(-1, x.shape[-1]), routing.ids_TK, routing.probs_TK)
+        x_TH = cast_by_autocast(tokens).reshape(-1, x.shape[-1])  # rounded before they travel, not after
+        pending = self.dispatcher.dispatch_async(x_TH, routing.ids_TK, routing.probs_TK)
         shared = None if self.shared is None else self._share(self.shared, tokens)
         rows = pending.wait()
         y_NH = self.experts(rows.x_NH, rows.probs_N, rows.counts_E)

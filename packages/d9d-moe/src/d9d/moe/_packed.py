@@ -27,12 +27,10 @@ class PackedRows:
 
     def views(self, packed_NB: Tensor) -> list[Tensor]:
         """The parts of rows, each (N, numbers), in their memory."""
-        found, start = [], 0
-        for size, dtype in self.parts:
-            stop = start + size * dtype.itemsize
-            found.append(packed_NB[:, start:stop].view(dtype))
-            start += _padded(stop - start)
-        return found
+        sizes = [size * dtype.itemsize for size, dtype in self.parts]
+        lengths = [length for size in sizes for length in (size, _padded(size) - size)]
+        columns = packed_NB.split(lengths, dim=1)[::2]
+        return [part.view(dtype) for part, (_, dtype) in zip(columns, self.parts)]
 
 
 def _padded(size: int) -> int:

@@ -25,12 +25,20 @@ class Scoring(Protocol):
         ...
 
 
+def _renormalized(scores: Tensor) -> Tensor:
+    """Make the last dim sum to 1; where all have vanished, as those of experts that were given may, they stay zeros.
+
+    So does DeepSeek-V3; a softmax of the experts with the highest scores is far from it, and the same to the last bit.
+    """
+    return scores / (scores.sum(-1, keepdim=True) + 1e-20)
+
+
 @attrs.frozen(kw_only=True)
 class SoftmaxScoring:
     """Softmax over all experts, as in Qwen and Mixtral."""
 
     renormalize: bool = True
-    """Make the weights of a token sum to 1."""
+    """Make the weights of a token sum to 1; of experts whose scores have all underflowed, to 0."""
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """See Scoring."""
@@ -38,7 +46,7 @@ class SoftmaxScoring:
 
     def weights(self, scores_TK: Tensor) -> Tensor:
         """See Scoring."""
-        return scores_TK / scores_TK.sum(-1, keepdim=True) if self.renormalize else scores_TK
+        return _renormalized(scores_TK) if self.renormalize else scores_TK
 
     def probabilities(self, logits_TE: Tensor) -> Tensor:
         """See Scoring."""
@@ -50,20 +58,19 @@ class SigmoidScoring:
     """A sigmoid for each expert by itself (DeepSeek-V3, arXiv:2412.19437, section 2.1.2)."""
 
     renormalize: bool = True
-    """Make the weights of a token sum to 1."""
+    """Make the weights of a token sum to 1; of experts whose scores have all underflowed, to 0."""
 
     def scores(self, logits_TE: Tensor) -> Tensor:
         """See Scoring."""
         return logits_TE.sigmoid()
 
     def weights(self, scores_TK: Tensor) -> Tensor:
-        """See Scoring. Scores that have all vanished give zeros."""
-        return scores_TK / (scores_TK.sum(-1, keepdim=True) + 1e-20) if self.renormalize else scores_TK
+        """See Scoring."""
+        return _renormalized(scores_TK) if self.renormalize else scores_TK
 
     def probabilities(self, logits_TE: Tensor) -> Tensor:
         """See Scoring."""
-        scores_TE = logits_TE.sigmoid()
-        return scores_TE / (scores_TE.sum(-1, keepdim=True) + 1e-20)
+        return _renormalized(logits_TE.sigmoid())
 
 
 @attrs.frozen

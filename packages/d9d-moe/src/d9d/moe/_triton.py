@@ -11,17 +11,18 @@ from torch import Tensor
 OptionsP = ParamSpec("OptionsP")
 ResultT = TypeVar("ResultT")
 
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 
 
-def has_triton() -> bool:
-    """Whether Triton is installed."""
-    return _HAS_TRITON
+def has_kernels_on(x: Tensor) -> bool:
+    """Whether x is on CUDA, and Triton is there."""
+    return x.is_cuda and _HAS_TRITON
 
 
 def has_kernels_for(x: Tensor) -> bool:
-    """Whether x is on CUDA and of a dtype that is computed in fp32, and Triton is there."""
-    return x.is_cuda and x.dtype in {torch.bfloat16, torch.float16, torch.float32} and _HAS_TRITON
+    """The same, and x is of a dtype that is computed in fp32."""
+    return has_kernels_on(x) and x.dtype in _DTYPES
 
 
 def on_its_device(
@@ -31,6 +32,8 @@ def on_its_device(
 
     @functools.wraps(launch)
     def run(x: Tensor, /, *args: OptionsP.args, **options: OptionsP.kwargs) -> ResultT:
+        if not x.is_cuda or x.get_device() == torch.cuda.current_device():
+            return launch(x, *args, **options)
         with torch.cuda.device_of(x):
             return launch(x, *args, **options)
 

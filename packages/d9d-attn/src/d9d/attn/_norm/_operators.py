@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .._kernel_choice import only, rows_of
+from .._operator import operator
 
 
-@torch.library.custom_op("d9d::rms_norm", mutates_args=())
+@operator("d9d::rms_norm")
 def rms_norm_operator(
     x: Tensor,
     residual: Tensor | None,
@@ -46,7 +47,7 @@ def _(x: Tensor, residual: Tensor | None, *_: Any) -> tuple[Tensor, Tensor, Tens
     )
 
 
-@torch.library.custom_op("d9d::rms_norm_backward", mutates_args=())
+@operator("d9d::rms_norm_backward")
 def rms_norm_backward_operator(  # noqa: PLR0917 - operators take no keywords from autograd
     dy: Tensor | None,
     dtotal: Tensor | None,

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from .._kernel_choice import only
+from .._operator import operator
 
 
-@torch.library.custom_op("d9d::norm_and_rotate", mutates_args=())
+@operator("d9d::norm_and_rotate")
 def norm_and_rotate_operator(  # noqa: PLR0917 - operators take no keywords from autograd
     q_BSHD: Tensor,
     k_BSGD: Tensor,
@@ -36,7 +37,7 @@ def _(q_BSHD: Tensor, k_BSGD: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q_BSHD.new_empty(q_BSHD.shape), k_BSGD.new_empty(k_BSGD.shape)
 
 
-@torch.library.custom_op("d9d::norm_and_rotate_backward", mutates_args=())
+@operator("d9d::norm_and_rotate_backward")
 def norm_and_rotate_backward_operator(  # noqa: PLR0917
     dq_out_BSHD: Tensor,
     dk_out_BSGD: Tensor,

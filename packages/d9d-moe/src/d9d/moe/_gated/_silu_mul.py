@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from .._operator import operator
 from .._triton import has_kernels_for
 
 
@@ -73,7 +74,7 @@ def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
     return first, second
 
 
-@torch.library.custom_op("d9d::silu_mul", mutates_args=())
+@operator("d9d::silu_mul")
 def _op(gate_NI: Tensor, up_NI: Tensor | None, probs_N: Tensor | None) -> Tensor:
     """Without ``up`` the gate is (N, 2·I) and holds both."""
     from ._launch import forward  # noqa: PLC0415 - Triton comes with torch for CUDA only
@@ -87,7 +88,7 @@ def _(gate_NI: Tensor, up_NI: Tensor | None, probs_N: Tensor | None) -> Tensor: 
     return torch.empty_like(gate_NI, memory_format=torch.contiguous_format)
 
 
-@torch.library.custom_op("d9d::silu_mul_backward", mutates_args=())
+@operator("d9d::silu_mul_backward")
 def _backward_op(
     grad_NI: Tensor, gate_NI: Tensor, up_NI: Tensor | None, probs_N: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:

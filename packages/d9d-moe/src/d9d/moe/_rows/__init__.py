@@ -5,16 +5,28 @@ rows, ``sum_rows`` adds the rows of each token; each is the other's gradient. Su
 order of a token's slots: no atomics, the same bits every time.
 """
 
-from ._index import RowIndex, group_by_destination
-from ._moves import gather_rows, gather_rows_into, gather_rows_with_probs, sum_rows
+from ._index import RowIndex, group_by_destination, group_operator
+from ._moves import (
+    gather_operator,
+    gather_rows,
+    gather_rows_with_probs,
+    pack_rows,
+    sum_operator,
+    sum_rows,
+    sum_rows_into,
+)
 from ._ranks import ranks_of_tokens
 
 __all__ = [
     "RowIndex",
+    "gather_operator",
     "gather_rows",
-    "gather_rows_into",
     "gather_rows_with_probs",
     "group_by_destination",
+    "group_operator",
+    "pack_rows",
     "ranks_of_tokens",
+    "sum_operator",
     "sum_rows",
+    "sum_rows_into",
 ]

@@ -8,7 +8,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .._triton import has_triton
+from .._operator import operator
+from .._triton import has_kernels_on
 
 
 class RowIndex(NamedTuple):
@@ -33,20 +34,21 @@ def group_by_destination(destination_TK: Tensor, destinations: int, *, rows: int
         rows: How many slots have a row; the caller knows it on the host, so that nothing here waits for the device.
         first: The first destination.
     """
-    row_TK, count_D = _group(destination_TK, destinations, first)
+    row_TK, count_D = group_operator(destination_TK, destinations, first)
     return RowIndex(row_TK, count_D, rows)
 
 
-@torch.library.custom_op("d9d::group_by_destination", mutates_args=())
-def _group(destination_TK: Tensor, destinations: int, first: int) -> tuple[Tensor, Tensor]:
-    if destination_TK.is_cuda and has_triton():
+@operator("d9d::group_by_destination")
+def group_operator(destination_TK: Tensor, destinations: int, first: int) -> tuple[Tensor, Tensor]:
+    """Row of each slot, and rows of each destination; see `group_by_destination`."""
+    if has_kernels_on(destination_TK):
         from ._launch import sort_by_counting  # noqa: PLC0415 - Triton comes with torch for CUDA only
 
         return sort_by_counting(destination_TK, destinations, first)
     return _stable_sort(destination_TK, destinations, first)
 
 
-@_group.register_fake
+@group_operator.register_fake
 def _(destination_TK: Tensor, destinations: int, first: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     row_TK = torch.empty_like(destination_TK, dtype=torch.int64, memory_format=torch.contiguous_format)
     return row_TK, destination_TK.new_empty(destinations, dtype=torch.int32)

@@ -116,14 +116,51 @@ def copy_to_rows(  # noqa: PLR0917 - a kernel
 
 
 @triton.jit
+def pack_to_rows(  # noqa: PLR0917 - a kernel
+    x_ptr,  # (T, H)
+    probs_ptr,  # (T, K)
+    ids_ptr,  # (T, K)
+    row_ptr,  # (T, P), int64
+    out_ptr,  # (N, H)
+    out_probs_ptr,  # (N, K)
+    out_ids_ptr,  # (N, K), int32
+    x_stride,
+    out_stride,
+    out_probs_stride,
+    out_ids_stride,
+    RANKS: tl.constexpr,
+    SIZE: tl.constexpr,
+    SLOTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """A program reads a token, with the probabilities and ids of all its slots, and writes all its rows."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + token * x_stride + columns, mask=columns < SIZE)
+    slot = tl.arange(0, WIDTH)
+    slots = tl.where(tl.program_id(1) == 0, SLOTS, 0)
+    probs = tl.load(probs_ptr + token * SLOTS + slot, mask=slot < slots)
+    ids = tl.load(ids_ptr + token * SLOTS + slot, mask=slot < slots).to(tl.int32)
+    for rank in range(RANKS):
+        row = tl.load(row_ptr + token * RANKS + rank)
+        tl.store(out_ptr + row * out_stride + columns, x, mask=columns < tl.where(row >= 0, SIZE, 0))
+        there = slot < tl.where(row >= 0, slots, 0)
+        tl.store(out_probs_ptr + row * out_probs_stride + slot, probs, mask=there)
+        tl.store(out_ids_ptr + row * out_ids_stride + slot, ids, mask=there)
+
+
+@triton.jit
 def sum_to_tokens(  # noqa: PLR0917 - a kernel
     y_ptr,  # (N, H)
     weights_ptr,  # (T, K); not read unless HAS_WEIGHTS
     probs_ptr,  # (N); not read unless HAS_PROBS
     row_ptr,  # (T, K), int64
-    out_ptr,  # (T, H), contiguous
+    out_ptr,  # (T, H)
     out_probs_ptr,  # (T, K)
     y_stride,
+    out_stride,
+    out_probs_stride,
     SLOTS: tl.constexpr,
     SIZE: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
@@ -144,8 +181,8 @@ def sum_to_tokens(  # noqa: PLR0917 - a kernel
         total += y
         if HAS_PROBS:
             prob = tl.load(probs_ptr + row, mask=row >= 0, other=0.0)
-            tl.store(out_probs_ptr + token * SLOTS + slot, prob, mask=tl.program_id(1) == 0)
-    tl.store(out_ptr + token * SIZE + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
+            tl.store(out_probs_ptr + token * out_probs_stride + slot, prob, mask=tl.program_id(1) == 0)
+    tl.store(out_ptr + token * out_stride + columns, total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit

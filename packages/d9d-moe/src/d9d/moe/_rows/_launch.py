@@ -9,7 +9,15 @@ import torch
 from torch import Tensor
 
 from .._triton import on_its_device
-from ._kernel import copy_to_rows, count_destinations, mark_ranks, place_slots, sum_to_tokens, weigh_to_rows
+from ._kernel import (
+    copy_to_rows,
+    count_destinations,
+    mark_ranks,
+    pack_to_rows,
+    place_slots,
+    sum_to_tokens,
+    weigh_to_rows,
+)
 
 SLOTS_OF_A_BLOCK = 128
 """A program compares so many slots with each other: 128² pairs are 128 registers a thread."""
@@ -107,16 +115,57 @@ def gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, out_NH: Tensor
 
 
 @on_its_device
+def pack(
+    x_TH: Tensor, probs_TK: Tensor, ids_TK: Tensor, row_TP: Tensor, *, into: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Copy tokens with all their numbers to their rows in three tensors (N, H), (N, K), (N, K), int32."""
+    out_NH, out_probs_NK, out_ids_NK = into
+    tokens, size = x_TH.shape
+    slots = ids_TK.shape[1]
+    if tokens == 0 or out_NH.shape[0] == 0:
+        return
+    x_TH = _with_dense_rows(x_TH)
+    block = _block(size)
+    kernel: Any = pack_to_rows[(tokens, max(1, -(-size // block)))]
+    kernel(
+        x_TH,
+        probs_TK.contiguous(),
+        ids_TK.contiguous(),
+        row_TP,
+        out_NH,
+        out_probs_NK,
+        out_ids_NK,
+        x_TH.stride(0),
+        out_NH.stride(0),
+        out_probs_NK.stride(0),
+        out_ids_NK.stride(0),
+        RANKS=row_TP.shape[1],
+        SIZE=size,
+        SLOTS=slots,
+        BLOCK=block,
+        WIDTH=1 << (slots - 1).bit_length(),
+        num_warps=_warps(block),
+    )
+
+
+@on_its_device
 def add_up(
-    y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor
-) -> tuple[Tensor, Tensor | None]:
-    """Add the rows of each token (T, H); and bring numbers of the rows to their slots (T, K), 0 where there is none."""
+    y_NH: Tensor,
+    weights_TK: Tensor | None,
+    probs_N: Tensor | None,
+    row_TK: Tensor,
+    *,
+    into: tuple[Tensor, Tensor | None],
+) -> None:
+    """Add the rows of each token (T, H); and bring numbers of the rows to their slots (T, K), 0 where there is none.
+
+    Rows of both tensors may lie apart.
+    """
+    out_TH, out_probs_TK = into
     tokens, slots = row_TK.shape
     size = y_NH.shape[1]
-    out_TH = torch.empty((tokens, size), dtype=y_NH.dtype, device=y_NH.device)
-    out_probs_TK = None if probs_N is None else probs_N.new_empty(row_TK.shape)
     if tokens * size == 0:
-        return out_TH, out_probs_TK
+        return
     y_NH = _with_dense_rows(y_NH)
     block = _block(size)
     kernel: Any = sum_to_tokens[(tokens, -(-size // block))]
@@ -128,6 +177,8 @@ def add_up(
         out_TH,
         row_TK if out_probs_TK is None else out_probs_TK,
         y_NH.stride(0),
+        out_TH.stride(0),
+        0 if out_probs_TK is None else out_probs_TK.stride(0),
         SLOTS=slots,
         SIZE=size,
         HAS_WEIGHTS=weights_TK is not None,
@@ -135,7 +186,6 @@ def add_up(
         BLOCK=block,
         num_warps=_warps(block),
     )
-    return out_TH, out_probs_TK
 
 
 @on_its_device

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._triton import has_kernels_for, has_triton
+from .._operator import operator
+from .._triton import has_kernels_for, has_kernels_on
 from ._index import RowIndex
 
 
@@ -24,14 +25,53 @@ def gather_rows_with_probs(x_TH: Tensor, probs_TK: Tensor, index: RowIndex) -> t
     return x_NH, probs_N
 
 
-def gather_rows_into(out_NH: Tensor, x_TH: Tensor, index: RowIndex) -> None:
-    """Copy each token, of any dtype, to its rows in ``out_NH``, whose rows may lie apart. Without gradient."""
-    if x_TH.is_cuda and has_triton():
-        from ._launch import gather  # noqa: PLC0415 - Triton comes with torch for CUDA only
+def pack_rows(
+    x_TH: Tensor, probs_TK: Tensor, ids_TK: Tensor, row_TP: Tensor, *, into: tuple[Tensor, Tensor, Tensor]
+) -> None:
+    """Copy each token, of any dtype, with its probabilities and ids to its rows in three tensors. Without gradient.
 
-        gather(x_TH, None, index.row_TK, out_NH)
-    else:
-        out_NH.copy_(_copied(x_TH.repeat_interleave(index.row_TK.shape[1], dim=0), index.row_TK, index.rows))
+    Args:
+        x_TH: Tokens.
+        probs_TK: All probabilities of a token.
+        ids_TK: All ids of a token.
+        row_TP: Of a `RowIndex`.
+        into: (N, H), (N, K) and (N, K), int32, whose rows may lie apart.
+    """
+    if has_kernels_on(x_TH):
+        from ._launch import pack  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+        pack(x_TH, probs_TK, ids_TK, row_TP, into=into)
+        return
+    for out, x in zip(into, (x_TH, probs_TK, ids_TK)):
+        out.copy_(_copied(x.repeat_interleave(row_TP.shape[1], dim=0), row_TP, out.shape[0]))
+
+
+def sum_rows_into(
+    y_NH: Tensor,
+    probs_N: Tensor | None,
+    row_TK: Tensor,
+    *,
+    into: tuple[Tensor, Tensor | None],
+    weights_TK: Tensor | None = None,
+) -> None:
+    """Add the rows of each token, and bring the number of each row to its slot, both if given. Without gradient.
+
+    Args:
+        y_NH: Rows.
+        probs_N: Numbers of the rows.
+        row_TK: Of a `RowIndex`.
+        into: (T, H) and (T, K), whose rows may lie apart.
+        weights_TK: Weights of the sum.
+    """
+    if has_kernels_for(y_NH):
+        from ._launch import add_up  # noqa: PLC0415 - Triton comes with torch for CUDA only
+
+        add_up(y_NH, weights_TK, probs_N, row_TK, into=into)
+        return
+    out_TH, out_probs_TK = into
+    out_TH.copy_(_added(y_NH, weights_TK, row_TK))
+    if out_probs_TK is not None and probs_N is not None:
+        out_probs_TK.copy_(_of_rows(probs_N, row_TK))
 
 
 def sum_rows(y_NH: Tensor, index: RowIndex, *, weights_TK: Tensor | None = None) -> Tensor:
@@ -43,8 +83,8 @@ def sum_rows(y_NH: Tensor, index: RowIndex, *, weights_TK: Tensor | None = None)
     return tokens_TH
 
 
-@torch.library.custom_op("d9d::gather_rows", mutates_args=())
-def _gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+@operator("d9d::gather_rows")
+def gather_operator(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """Rows, and numbers of the rows: empty without any of the slots."""
     if has_kernels_for(x_TH):
         from ._launch import gather  # noqa: PLC0415 - Triton comes with torch for CUDA only
@@ -56,31 +96,30 @@ def _gather(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) ->
     return x_NH, x_TH.new_empty(0) if probs_TK is None else _copied(probs_TK.flatten(), row_TK, rows)
 
 
-@_gather.register_fake
+@gather_operator.register_fake
 def _(x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     x_NH = x_TH.new_empty(rows, x_TH.shape[1])
     return x_NH, x_TH.new_empty(0) if probs_TK is None else probs_TK.new_empty(rows)
 
 
-@torch.library.custom_op("d9d::sum_rows", mutates_args=())
-def _sum(y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor) -> tuple[Tensor, Tensor]:
+@operator("d9d::sum_rows")
+def sum_operator(
+    y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor
+) -> tuple[Tensor, Tensor]:
     """Tokens, and numbers of the slots: empty without any of the rows."""
-    if has_kernels_for(y_NH):
-        from ._launch import add_up  # noqa: PLC0415 - Triton comes with torch for CUDA only
-
-        x_TH, probs_TK = add_up(y_NH, weights_TK, probs_N, row_TK)
-        return x_TH, y_NH.new_empty(0) if probs_TK is None else probs_TK
-    x_TH = _added(y_NH, weights_TK, row_TK)
-    return x_TH, y_NH.new_empty(0) if probs_N is None else _of_rows(probs_N, row_TK)
+    x_TH = y_NH.new_empty(row_TK.shape[0], y_NH.shape[1])
+    probs_TK = None if probs_N is None else probs_N.new_empty(row_TK.shape)
+    sum_rows_into(y_NH, probs_N, row_TK, into=(x_TH, probs_TK), weights_TK=weights_TK)
+    return x_TH, y_NH.new_empty(0) if probs_TK is None else probs_TK
 
 
-@_sum.register_fake
+@sum_operator.register_fake
 def _(y_NH: Tensor, weights_TK: Tensor | None, probs_N: Tensor | None, row_TK: Tensor) -> tuple[Tensor, Tensor]:  # noqa: ARG001
     x_TH = y_NH.new_empty(row_TK.shape[0], y_NH.shape[1])
     return x_TH, y_NH.new_empty(0) if probs_N is None else probs_N.new_empty(row_TK.shape)
 
 
-@torch.library.custom_op("d9d::weigh_rows", mutates_args=())
+@operator("d9d::weigh_rows")
 def _weigh(grad_TH: Tensor, y_NH: Tensor, weights_TK: Tensor, row_TK: Tensor) -> tuple[Tensor, Tensor]:
     """Gradients of rows and weights of a weighted sum."""
     if has_kernels_for(y_NH):
@@ -105,14 +144,14 @@ class _GatherRows(torch.autograd.Function):
     def forward(ctx: Any, x_TH: Tensor, probs_TK: Tensor | None, row_TK: Tensor, rows: int) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(row_TK)
         ctx.has_probs = probs_TK is not None
-        x_NH, probs_N = _gather(x_TH, probs_TK, row_TK, rows)
+        x_NH, probs_N = gather_operator(x_TH, probs_TK, row_TK, rows)
         return x_NH, probs_N
 
     @staticmethod
     def backward(ctx: Any, *upstream: Tensor) -> tuple[Tensor | None, ...]:
         grad_NH, grad_probs_N = upstream
         (row_TK,) = ctx.saved_tensors
-        grad_TH, grad_probs_TK = _sum(grad_NH, None, grad_probs_N if ctx.has_probs else None, row_TK)
+        grad_TH, grad_probs_TK = sum_operator(grad_NH, None, grad_probs_N if ctx.has_probs else None, row_TK)
         return grad_TH, grad_probs_TK if ctx.has_probs else None, None, None
 
 
@@ -121,7 +160,7 @@ class _SumRows(torch.autograd.Function):
     def forward(ctx: Any, y_NH: Tensor, weights_TK: Tensor | None, row_TK: Tensor) -> Tensor:
         ctx.rows = y_NH.shape[0]
         ctx.save_for_backward(row_TK, *(() if weights_TK is None else (y_NH, weights_TK)))
-        tokens_TH: Tensor = _sum(y_NH, weights_TK, None, row_TK)[0]
+        tokens_TH: Tensor = sum_operator(y_NH, weights_TK, None, row_TK)[0]
         return tokens_TH
 
     @staticmethod
@@ -130,7 +169,7 @@ class _SumRows(torch.autograd.Function):
         row_TK, *weighted = ctx.saved_tensors
         if weighted:
             return *_weigh(grad_TH, *weighted, row_TK), None
-        return _gather(grad_TH, None, row_TK, ctx.rows)[0], None, None
+        return gather_operator(grad_TH, None, row_TK, ctx.rows)[0], None, None
 
 
 def _copied(x: Tensor, row_TK: Tensor, rows: int) -> Tensor:

@@ -6,10 +6,9 @@ Shapes: T tokens, K experts per token, P ranks.
 import torch
 from torch import Tensor
 
-from .._triton import has_triton
+from .._triton import has_kernels_on
 
 
-@torch.no_grad()
 def ranks_of_tokens(ids_TK: Tensor, experts: int, ranks: int) -> tuple[Tensor, Tensor]:
     """List each token's ranks once, and count for each rank the tokens and the slots it gets.
 
@@ -21,7 +20,7 @@ def ranks_of_tokens(ids_TK: Tensor, experts: int, ranks: int) -> tuple[Tensor, T
     Returns:
         Integers (T, P), of which number p is p if the token goes to rank p, else P; and int64 (P, 2), tokens and slots.
     """
-    if ids_TK.is_cuda and has_triton():
+    if has_kernels_on(ids_TK):
         from . import _launch  # noqa: PLC0415 - Triton comes with torch for CUDA only
 
         return _launch.ranks_of_tokens(ids_TK, experts, ranks)
