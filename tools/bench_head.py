@@ -31,6 +31,8 @@ WARMUP, TIMED = 2, 7
 SMALL, LARGE = 304 << 20, 1 << 30
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+Prepare = Callable[[Tensor], Tensor] | None
+"""Of the weight."""
 
 
 def linear_and_loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -92,7 +94,7 @@ def ways() -> dict[str, Loss]:
     return found
 
 
-def wide_ways() -> dict[str, tuple[Loss, Callable[[Tensor], Tensor]]]:
+def wide_ways() -> dict[str, tuple[Loss, Prepare]]:
     """By name, with what they make of the weight."""
     triton = partial(ours, backend=TritonLinearCrossEntropyConfig(), memory=SMALL)
     return {
@@ -134,9 +136,10 @@ def main() -> None:
         labels = torch.randint(classes, (tokens,), device="cuda")
         print(f"{tokens} x {size} x {classes}: ms, x the first, GiB, GiB beyond the gradients")
         reference = None
-        measured = {name: (loss, lambda weight: weight) for name, loss in ways().items()} | wide_ways()
-        for name, (loss, make) in measured.items():
-            milliseconds, peak, gradients, value = measure(loss, hidden, make(weight), labels)
+        measured: dict[str, tuple[Loss, Prepare]] = {name: (loss, None) for name, loss in ways().items()}
+        for name, (loss, prepare) in (measured | wide_ways()).items():
+            prepared = weight if prepare is None else prepare(weight)
+            milliseconds, peak, gradients, value = measure(loss, hidden, prepared, labels)
             reference = reference or milliseconds
             columns = (f"{milliseconds:6.1f} ms", f"x {milliseconds / reference:4.2f}", f"{peak:6.2f} GiB")
             print(f"  {name:<36}", *columns, f"{peak - gradients:6.2f} GiB", f"loss {value:.5f}", sep="  ", flush=True)
