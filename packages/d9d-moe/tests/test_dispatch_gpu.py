@@ -1,4 +1,4 @@
-"""Dispatch over NCCL."""
+"""Dispatch over NCCL, and on one GPU by several ranks."""
 
 import subprocess
 import sys
@@ -9,10 +9,12 @@ import torch
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_experts_spread_over_gpus_equal_all_of_them_on_one(ranks):
-    if torch.cuda.device_count() < ranks:
-        pytest.skip(f"takes {ranks} GPUs")
-    script = Path(__file__).with_name("nccl_dispatch.py")
+@pytest.mark.parametrize(
+    ("backend", "ranks", "gpus"), [("nccl", 1, 1), ("gloo", 2, 1), ("gloo", 4, 1), ("nccl", 2, 2), ("nccl", 4, 4)]
+)
+def test_experts_spread_over_ranks_equal_all_of_them_on_one(backend, ranks, gpus):
+    if torch.cuda.device_count() < gpus:
+        pytest.skip(f"takes {gpus} GPUs")
+    script = Path(__file__).with_name("dispatch_on_gpus.py")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    subprocess.run([*launch, str(script)], check=True, timeout=300)
+    subprocess.run([*launch, str(script), backend], check=True, timeout=300)

@@ -1,6 +1,7 @@
 """Experts spread over the ranks of a job on CUDA against all of them on one: `test_dispatch_gpu` starts this."""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -36,8 +37,8 @@ def run(dispatcher, first, x, ids, probs):
     return out, grad_x, grad_probs.where(ids < EXPERTS, 0)
 
 
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+dist.init_process_group(sys.argv[1])
 rank, ranks = dist.get_rank(), dist.get_world_size()
 for (tokens, top_k), dtype in ((routing, dtype) for routing in ROUTINGS for dtype in (torch.float64, torch.bfloat16)):
     x, ids, probs = draw(tokens, top_k, dtype)
