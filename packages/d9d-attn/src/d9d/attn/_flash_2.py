@@ -40,6 +40,7 @@ class FlashAttention2Config(AttentionBackendConfig):
         dtypes=HALF_PRECISION,
         max_head_dim=256,
         requires=_OPERATORS,
+        distribution="flash-attn>=2.8",
         install="d9d-attn[flash-attn]",
     )
 
@@ -242,7 +243,7 @@ class FlashAttention2:
         padded_dim = next_multiple(max(q_BSHD.shape[-1], value_dim), 8)
         q, k, v = (sequences.flatten(pad_head_dim(x, padded_dim)) for x in (q_BSHD, k_BTGD, v_BTGE))
         out_NHP, lse_HN = _Attend.apply(q, k, v, sinks_H, options)
-        out_BSHP = sequences.unflatten(out_NHP, batch)
-        lse_BHS = lse_HN.unflatten(1, (batch, -1)).transpose(0, 1)
+        out_BSHP = sequences.unflatten(out_NHP, (batch, queries))
+        lse_BHS = lse_HN.unflatten(1, (batch, queries)).transpose(0, 1)
         detached = None if sinks_H is None else sinks_H.detach()
         return out_BSHP[..., :value_dim], sequences.fill_padding_lse(lse_BHS, detached)

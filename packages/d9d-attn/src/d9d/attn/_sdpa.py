@@ -160,7 +160,8 @@ class TorchAttention:
             )
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
-        visibility = mask.visibility(batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], device=q.device)
+        batch, heads, queries = q.shape[:3]
+        visibility = mask.visibility(batch=batch, queries=queries, keys=k.shape[2], device=q.device, heads=heads)
         # Kernels disagree on rows without any key (zeros, NaN, means), so blind rows see all and are zeroed at the end.
         attn_mask = visibility.keys
         if mask.additive is not None:
@@ -198,7 +199,7 @@ def _varlen(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, mask: AttentionMask,
         **grouped,
     )
     assert isinstance(out, Tensor)
-    return sequences.unflatten(out, batch)[..., :value_dim]
+    return sequences.unflatten(out, (batch, queries))[..., :value_dim]
 
 
 @constant

@@ -33,9 +33,9 @@ class Sequences(NamedTuple):
         """(B, S, …) to (N, …); a gradient of positions outside all sequences is dropped."""
         return self.drop_padding(x).flatten(0, 1)
 
-    def unflatten(self, x: Tensor, batch: int) -> Tensor:
+    def unflatten(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """(N, …) to (B, S, …), with zeros outside all sequences."""
-        return self.drop_padding(x.unflatten(0, (batch, -1)))
+        return self.drop_padding(x.unflatten(0, shape))
 
     def drop_padding(self, x: Tensor) -> Tensor:
         """Set what lies outside all sequences to zero, even NaN, in its gradient too."""
@@ -55,9 +55,9 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
     """The documents of the mask, or the rows of the batch if it has none; kept with the mask.
 
     Raises:
-        ValueError: The mask is of another shape.
+        ValueError: The mask is of another shape, or on another device.
     """
-    mask.check(batch, queries, keys)
+    mask.check(batch=batch, queries=queries, keys=keys, device=device)
 
     def derive() -> Sequences:
         if (documents := mask.documents) is not None:
