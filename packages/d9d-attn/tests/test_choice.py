@@ -205,6 +205,15 @@ def test_a_flash_implementation_of_torch_is_refused_where_it_is_missing():
             choose(TorchAttentionConfig(flash_implementation="FA4"))
 
 
+def test_a_flash_implementation_that_torch_cannot_take_is_refused(flash_packages, monkeypatch):
+    config = TorchAttentionConfig(flash_implementation="FA4")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(ValueError, match=r"torch 2.11.0\+cu130 knows older ones only; use 'flash_attention_4'"):
+        choose(config)
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    assert choose(config).config is config
+
+
 def test_a_flash_implementation_of_torch_is_activated_and_comes_first(monkeypatch):
     activated, orders = [], []
     monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)

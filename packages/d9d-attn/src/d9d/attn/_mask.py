@@ -47,7 +47,10 @@ class Documents:
 
         Raises:
             ValueError: A length is not positive, or the rows differ in their total length.
+            TypeError: A row is one length.
         """
+        if any(isinstance(row, int) for row in rows):
+            raise TypeError(f"document lengths come in rows, as [[3, 5]] for one row of 8 positions, found {rows!r}")
         lengths = [length for row in rows for length in row]
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths must be positive and at least one, found {rows!r}")
@@ -84,6 +87,7 @@ class AttentionMask:
 
     Raises:
         ValueError: The window is below 1, or the bias neither bool nor floating.
+        TypeError: The documents are no Documents, or the bias is no tensor.
     """
 
     causal: bool = True
@@ -111,6 +115,12 @@ class AttentionMask:
     ) -> None:
         if window is not None and window < 1:
             raise ValueError(f"AttentionMask.window must be at least 1 or None, found {window!r}")
+        if documents is not None and not isinstance(documents, Documents):
+            raise TypeError(
+                f"AttentionMask.documents must be Documents, as of Documents.from_lengths, found {documents!r}"
+            )
+        if bias is not None and not isinstance(bias, Tensor):
+            raise TypeError(f"AttentionMask.bias must be a tensor, found {bias!r}")
         if bias is not None and bias.dtype != torch.bool and not bias.is_floating_point():
             raise ValueError(f"AttentionMask.bias must be bool or floating, found {bias.dtype!r}; convert it")
         object.__setattr__(self, "causal", causal)

@@ -14,6 +14,7 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
 
 from ._backend import (
     HALF_PRECISION,
@@ -26,7 +27,7 @@ from ._backend import (
 from ._constant import constant
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
-from ._installed import is_installed
+from ._installed import is_installed, is_recent
 from ._mask import AttentionMask
 from ._varlen import sequences_of, window_bounds
 
@@ -93,6 +94,8 @@ class TorchAttentionConfig(AttentionBackendConfig):
                 return f"cannot take {asked!r}: torch {torch.__version__} offers {offered}; leave flash_implementation"
             if not is_installed(module := FLASH_IMPLEMENTATIONS[asked]):
                 return f"needs {module!r} for {asked!r}, which is not installed; install it or leave it out"
+            if asked == "FA4" and TorchVersion(torch.__version__) < "2.12" and is_recent("flash-attn-4>=4.0.0b36"):
+                return f"cannot take 'FA4': torch {torch.__version__} knows older ones only; use 'flash_attention_4'"
         return super().refusal(need)
 
     def build(self) -> AttentionBackend:
