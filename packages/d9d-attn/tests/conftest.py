@@ -74,6 +74,7 @@ def flash_2_forward(
 ):
     check_heads(q, k, v)
     assert q.shape[-1] == v.shape[-1]
+    assert len(cu_seqlens_q) > 1, "batch size must be positive"
     out = torch.full_like(q, torch.nan)
     q, k, v = wide(q, k, v)
     lse = q.new_full((q.shape[1], q.shape[0]), torch.nan)

@@ -1,9 +1,11 @@
 """Backends agree with an oracle written from the definition, in values and gradients."""
 
 import copy
+import functools
 import math
 import pickle
 import re
+import sys
 
 import pytest
 import torch
@@ -390,6 +392,35 @@ def test_one_input_may_want_a_gradient_alone(config, wanted):
         rtol=1e-11,
         atol=1e-11,
     )
+
+
+@pytest.mark.parametrize(
+    ("config_class", "module", "name"),
+    [
+        (FlashAttention2Config, "flash_attn.flash_attn_interface", "_flash_attn_varlen_backward"),
+        (FlashAttention4Config, "flash_attn.cute.interface", "_flash_attn_bwd"),
+    ],
+)
+def test_gradients_are_deterministic_where_the_backend_or_torch_is_told_so(
+    flash_packages, monkeypatch, config_class, module, name
+):
+    kernel, told = getattr(sys.modules[module], name), []
+
+    @functools.wraps(kernel)
+    def recorded(*args, **options):
+        told.append(options["deterministic"])
+        return kernel(*args, **options)
+
+    monkeypatch.setattr(sys.modules[module], name, recorded)
+    q = torch.randn(1, 5, 2, 8, requires_grad=True)
+    for config, of_torch in (
+        (config_class(), False),
+        (config_class(deterministic=True), False),
+        (config_class(), True),
+    ):
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda answer=of_torch: answer)
+        config.build()(q, q, q, AttentionMask(), scale=1.0).sum().backward()
+    assert told == [False, True, True]
 
 
 def test_a_learned_bias_gets_its_gradient():

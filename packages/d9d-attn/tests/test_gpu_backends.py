@@ -143,8 +143,9 @@ def test_what_is_rare_is_right(kind):
         return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
 
     for lengths in (0, 5, 5), (1, 0, 5), (1, 5, 0):
-        out = backend(*(empty := make(*lengths)), mask, scale=0.15)
-        assert all((x == 0).all() for x in (out, *torch.autograd.grad(out.sum(), empty)))
+        for of_nothing in mask, AttentionMask(window=3):
+            out = backend(*(empty := make(*lengths)), of_nothing, scale=0.15)
+            assert all((x == 0).all() for x in (out, *torch.autograd.grad(out.sum(), empty)))
 
     inputs = make(B, S + 70, S)
     exact = [x.detach().double().requires_grad_() for x in inputs]
@@ -185,6 +186,24 @@ def test_what_torch_puts_in_place_of_flash_attention_2_is_right(implementation):
                 assert (a.double() - b).norm() / b.norm() < TOLERANCE[torch.bfloat16]
     finally:
         torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("kind", ["torch", "flash_attention_2", "flash_attention_4"])
+def test_gradients_are_the_same_in_every_run_where_torch_is_told_so(kind):
+    config = CONFIGS[kind]
+    if (refusal := config.refusal(AttentionNeed(device_type="cuda", dtype=torch.bfloat16))) is not None:
+        pytest.skip(refusal)
+    torch.manual_seed(0)
+    inputs = [torch.randn(B, 1024, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (H, G, G)]
+    upstream, backend = torch.randn_like(inputs[0]), config.build()
+    try:
+        torch.use_deterministic_algorithms(mode=True)
+        first, *others = (
+            torch.autograd.grad(backend(*inputs, AttentionMask(), scale=0.1), inputs, upstream) for _ in range(5)
+        )
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._backend import HALF_PRECISION, AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
+from ._eager import EagerAttention
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._mask import AttentionMask
@@ -45,7 +46,7 @@ class FlashAttention2Config(AttentionBackendConfig):
     )
 
     deterministic: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
-    """Whether gradients are the same in each run; slower, and takes memory."""
+    """Whether gradients are the same in each run, as under torch.use_deterministic_algorithms; costs time, memory."""
 
     def build(self) -> AttentionBackend:
         """Make the backend.
@@ -227,6 +228,8 @@ class FlashAttention2:
         if mask.bias is not None:
             raise ValueError("the attention backend 'flash_attention_2' has no bias; use 'torch', 'flex' or 'eager'")
         batch, queries = q_BSHD.shape[:2]
+        if 0 in (batch, queries, k_BTGD.shape[1]):  # which its kernels refuse
+            return EagerAttention().with_lse(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H)
         sequences = sequences_of(mask, batch=batch, queries=queries, keys=k_BTGD.shape[1], device=q_BSHD.device)
         before, after = window_bounds(mask)
         options = _Options(
@@ -236,7 +239,7 @@ class FlashAttention2:
             window=(-1 if before is None else before, -1 if after is None else after),
             soft_cap=soft_cap or 0.0,
             dropout=dropout,
-            deterministic=self.config.deterministic,
+            deterministic=self.config.deterministic or torch.are_deterministic_algorithms_enabled(),
             operators=self.operators,
         )
         value_dim = v_BTGE.shape[-1]

@@ -49,7 +49,7 @@ class FlashAttention4Config(AttentionBackendConfig):
     )
 
     deterministic: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
-    """Whether gradients are the same in each run; slower."""
+    """Whether gradients are the same in each run, as under torch.use_deterministic_algorithms; slower."""
 
     def refusal(self, need: AttentionNeed) -> str | None:
         """Say what of the need the capability table does not cover, or the kernels for Blackwell."""
@@ -158,7 +158,8 @@ class FlashAttention4:
         q, k = pad_head_dim(q_BSHD, padded_dim), pad_head_dim(k_BTGD, padded_dim)
         v = pad_head_dim(v_BTGE, padded_value_dim)
         before, after = window_bounds(mask)
-        settings = (scale, soft_cap or 0.0, mask.causal, before, after, self.config.deterministic)
+        deterministic = self.config.deterministic or torch.are_deterministic_algorithms_enabled()
+        settings = (scale, soft_cap or 0.0, mask.causal, before, after, deterministic)
         if mask.documents is None:
             out_BSHE, lse_BHS = self.operator(q, k, v, sinks_H, None, None, None, None, *settings)
             return out_BSHE[..., :value_dim], lse_BHS

@@ -126,7 +126,7 @@ class FlexAttention:
 
         batch, queries, heads, head_dim = q_BSHD.shape
         keys, key_heads, value_dim = v_BTGE.shape[1:]
-        if batch == 0 or queries == 0 or keys == 0:  # which its kernels are not for
+        if 0 in (batch, queries, keys):  # which its kernels are not for
             return EagerAttention().with_lse(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
         compiled = self.config.compiled and not torch.compiler.is_compiling()
         out_BHSE, aux = _flex_attention(compiled=compiled)(

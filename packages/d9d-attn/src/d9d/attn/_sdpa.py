@@ -149,7 +149,7 @@ class TorchAttention:
         if not self.config.varlen or mask.bias is not None or (mask.window is None and mask.documents is None):
             return False
         fits = q.is_cuda and q.dtype in HALF_PRECISION and max(q.shape[-1], v.shape[-1]) <= 256
-        return fits and dropout == 0.0
+        return fits and dropout == 0.0 and 0 not in (*q.shape[:2], v.shape[1])
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
         if q.is_cuda and q.dtype not in HALF_PRECISION:  # only cuDNN and FlashAttention share heads

@@ -62,7 +62,7 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
     def derive() -> Sequences:
         if (documents := mask.documents) is not None:
             real_BS = None
-            if documents.total_length != batch * queries:
+            if not _are_equal(documents.total_length, batch * queries):
                 real_BS = documents.index_positions(batch, queries) >= 0
             cu_seqlens = documents.cu_seqlens
             return Sequences(cu_seqlens, cu_seqlens, documents.max_length, documents.max_length, real_BS)
@@ -71,6 +71,16 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
         return Sequences(cu_queries, cu_queries if queries == keys else row * keys, queries, keys, None)
 
     return mask.kept("sequences", (batch, queries, keys, device), derive)
+
+
+def _are_equal(total: int | None, positions: int) -> bool:
+    """False of a constant and of what torch.compile leaves open: comparing them would fix both."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # noqa: PLC0415 - takes a second to import
+
+        if total is None or has_static_value(total) != has_static_value(positions):
+            return False
+    return total == positions
 
 
 def window_bounds(mask: AttentionMask) -> tuple[int | None, int | None]:
