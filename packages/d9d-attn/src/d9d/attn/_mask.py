@@ -39,7 +39,8 @@ class Documents:
     """Length of the longest document, on the host."""
 
     total_length: int | None = None
-    """``cu_seqlens[-1]`` on the host, if known: kernels of variable length then need not expect padding."""
+    """``cu_seqlens[-1]`` on the host, if known and ``cu_seqlens[0]`` is 0: kernels of variable length
+    then need not expect padding."""
 
     @staticmethod
     def from_lengths(rows: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> "Documents":
