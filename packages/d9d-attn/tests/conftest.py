@@ -74,6 +74,7 @@ def flash_2_forward(
 ):
     check_heads(q, k, v)
     assert q.shape[-1] == v.shape[-1]
+    assert len(cu_seqlens_q) > 1, "batch size must be positive"
     out = torch.full_like(q, torch.nan)
     q, k, v = wide(q, k, v)
     lse = q.new_full((q.shape[1], q.shape[0]), torch.nan)
@@ -149,14 +150,14 @@ def write_gradients(gradients, dout, operands, lse, *, delta, sequences, rules, 
 
 class GarbageGradient(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, written):
-        ctx.written = written
+    def forward(ctx, x, cu):
+        ctx.start, ctx.end = int(cu[0]), int(cu[-1])
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx, gradient):
         gradient = gradient.clone()
-        gradient[ctx.written :] = torch.nan
+        gradient[: ctx.start] = gradient[ctx.end :] = torch.nan
         return gradient, None
 
 
@@ -199,11 +200,9 @@ def flash_4_varlen(
     assert q.shape[1] == k.shape[1] or q.shape[2] == v.shape[2], "GQA backward requires head_dim == head_dim_v"
     (total_q, heads), dtype = q.shape[:2], q.dtype
     q, k, v = wide(q, k, v)
-    written = int(cu_seqlens_q[-1])
-    q, k, v = (
-        GarbageGradient.apply(x, int(cu[-1])) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k))
-    )
-    outs, lses = [], []
+    start, end = int(cu_seqlens_q[0]), int(cu_seqlens_q[-1])
+    q, k, v = (GarbageGradient.apply(x, cu) for x, cu in ((q, cu_seqlens_q), (k, cu_seqlens_k), (v, cu_seqlens_k)))
+    outs, lses = [v.new_full((start, heads, v.shape[-1]), torch.nan)], [v.new_full((heads, start), torch.nan)]
     for of_q, of_k in sequences(cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k):
         scores = scores_of(q[of_q], k[of_k], softmax_scale, causal, *window_size, softcap)
         blind = (scores == -torch.inf).all(-1)
@@ -217,8 +216,8 @@ def flash_4_varlen(
         outs.append(torch.einsum("hst,thd->shd", weights, v[of_k].repeat_interleave(group, dim=1)))
         of_blind = -torch.inf if learnable_sink is None else learnable_sink.to(scores.dtype)[:, None].expand_as(blind)
         lses.append(torch.where(blind, of_blind, finite.logsumexp(-1)))
-    outs.append(v.new_full((total_q - written, heads, v.shape[-1]), torch.nan))
-    lses.append(v.new_full((heads, total_q - written), torch.nan))
+    outs.append(v.new_full((total_q - end, heads, v.shape[-1]), torch.nan))
+    lses.append(v.new_full((heads, total_q - end), torch.nan))
     return torch.cat(outs).to(dtype), torch.cat(lses, 1) if return_lse else None
 
 
@@ -261,12 +260,12 @@ def flash_4_backward(
     dlse,
     learnable_sink,
 ):
-    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]
+    found = [torch.full_like(x, torch.nan) for x in (q, k, v)]  # with the strides of x
     by_row = cu_seqlens_q is None
     lengths = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
     *operands, out, dout = wide(q, k, v, out, dout)
     (*operands, out, dout), lengths = as_sequences((*operands, out, dout), lengths)
-    gradients = [x.flatten(0, 1) for x in found] if by_row else found
+    gradients = [torch.full_like(x, torch.nan) for x in operands]
     lse, dlse = (x.transpose(0, 1).flatten(1) if by_row and x is not None else x for x in (lse, dlse))
     delta = (dout * out).sum(-1).t()
     if dlse is not None:
@@ -280,11 +279,13 @@ def flash_4_backward(
         sequences=sequences(*lengths),
         rules=(softmax_scale, causal, window_size_left, window_size_right, softcap),
     )
+    for x, gradient in zip(found, gradients):
+        x.copy_(gradient.view(x.shape))
     if learnable_sink is None:
         return tuple(found)
-    end = int(lengths[0][-1])
-    share = (learnable_sink.to(lse.dtype)[:, None] - lse[:, :end]).exp()
-    return *found, -(share * delta[:, :end]).sum(1).to(learnable_sink.dtype)
+    written = slice(int(lengths[0][0]), int(lengths[0][-1]))
+    share = (learnable_sink.to(lse.dtype)[:, None] - lse[:, written]).exp()
+    return *found, -(share * delta[:, written]).sum(1).to(learnable_sink.dtype)
 
 
 def torch_varlen(
@@ -328,7 +329,7 @@ def varlen_on_cpu():
 
 
 @pytest.fixture(scope="module")
-def flash_packages():
+def flash_packages(tmp_path_factory, write_versions):
     """flash-attn and flash-attn-4, as far as we call them."""
     operators = types.ModuleType("flash_attn.flash_attn_interface")
     operators._flash_attn_varlen_forward, operators._flash_attn_varlen_backward = flash_2_forward, flash_2_backward
@@ -341,7 +342,23 @@ def flash_packages():
     with pytest.MonkeyPatch.context() as patch:
         for name, module in modules.items():
             patch.setitem(sys.modules, name, module)
+        folder = write_versions(tmp_path_factory.mktemp("site"), flash_attn="2.8.3", flash_attn_4="4.0.0b36")
+        patch.syspath_prepend(folder)
         yield
+
+
+@pytest.fixture(scope="session")
+def write_versions():
+    """What an installer leaves of distributions in a folder."""
+
+    def write(folder, **versions):
+        for name, version in versions.items():
+            metadata = folder / f"{name}-{version}.dist-info" / "METADATA"
+            metadata.parent.mkdir()
+            metadata.write_text(f"Metadata-Version: 2.4\nName: {name.replace('_', '-')}\nVersion: {version}\n")
+        return folder
+
+    return write
 
 
 @pytest.fixture(scope="module")

@@ -149,6 +149,45 @@ def test_looking_for_a_submodule_imports_no_parent(tmp_path, monkeypatch):
     assert not is_installed("stands_in.part")
 
 
+@pytest.mark.parametrize(
+    ("versions", "chosen"),
+    [
+        ({"flash_attn": "2.8.3"}, "torch"),  # brings an older flash_attn/cute
+        ({"flash_attn_4": "4.0.0b9"}, "torch"),
+        ({"flash_attn_4": "4.0.0b36"}, "flash_attention_4"),
+        ({"flash_attn_4": "4.0.0", "flash_attn": "2.8.3"}, "flash_attention_4"),
+    ],
+)
+def test_a_package_is_known_by_its_name_and_version_not_by_its_folder(
+    write_versions, tmp_path, monkeypatch, versions, chosen
+):
+    if is_installed("flash_attn"):
+        pytest.skip("flash-attn is installed")
+    package = write_versions(tmp_path, **versions) / "flash_attn" / "cute"
+    package.mkdir(parents=True)
+    (package.parent / "flash_attn_interface.py").write_text("")
+    (package / "__init__.py").write_text("import a_package_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    need = {"device_type": "cuda", "dtype": torch.bfloat16}
+    assert choose(**need).config.kind == chosen
+    if chosen != "flash_attention_4":
+        with pytest.raises(ValueError, match=r"needs 'flash-attn-4>=4.0.0b36', which is not installed; install 'd9d"):
+            choose("flash_attention_4", **need)
+    if "flash_attn" not in versions:
+        with pytest.raises(ValueError, match="needs 'flash-attn>=2.8', which is not installed"):
+            choose("flash_attention_2", **need)
+
+
+def test_a_folder_overwritten_by_flash_attention_2_says_what_to_do(flash_packages, monkeypatch):
+    monkeypatch.setattr(
+        sys.modules["flash_attn.cute.interface"], "_flash_attn_bwd", lambda q, k, v, out, dout, lse: None
+    )
+    with pytest.raises(ImportError, match="found the one that flash-attn 2 brings; install flash-attn-4 after"):
+        FlashAttention4Config().build()
+
+
 @pytest.mark.parametrize("config", [FlashAttention2Config(), FlashAttention4Config()])
 def test_building_what_is_not_installed_says_what_to_install(config):
     if is_installed(config.capabilities.requires):
@@ -164,6 +203,15 @@ def test_a_flash_implementation_of_torch_is_refused_where_it_is_missing():
     if not is_installed("flash_attn.cute"):
         with pytest.raises(ValueError, match="needs 'flash_attn.cute' for 'FA4', which is not installed"):
             choose(TorchAttentionConfig(flash_implementation="FA4"))
+
+
+def test_a_flash_implementation_that_torch_cannot_take_is_refused(flash_packages, monkeypatch):
+    config = TorchAttentionConfig(flash_implementation="FA4")
+    monkeypatch.setattr(torch, "__version__", "2.11.0+cu130")
+    with pytest.raises(ValueError, match=r"torch 2.11.0\+cu130 knows older ones only; use 'flash_attention_4'"):
+        choose(config)
+    monkeypatch.setattr(torch, "__version__", "2.15.0")
+    assert choose(config).config is config
 
 
 def test_a_flash_implementation_of_torch_is_activated_and_comes_first(monkeypatch):
@@ -259,11 +307,12 @@ def test_cuda_without_a_device_is_refused_not_an_exception(monkeypatch):
 
 def test_flash_attention_4_takes_smaller_heads_on_blackwell(flash_packages, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    for capability, refused in (((9, 0), False), ((10, 0), True)):
+    for capability, refused in (((9, 0), False), ((10, 0), True), ((12, 0), True)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda found=capability: found)
         refusal = FlashAttention4Config().refusal(AttentionNeed(device_type="cuda", head_dim=192))
         assert (refusal is not None) == refused
-        assert FlashAttention4Config().refusal(AttentionNeed(device_type="cuda", head_dim=128)) is None
+        refusal = FlashAttention4Config().refusal(AttentionNeed(device_type="cuda", head_dim=128))
+        assert (refusal is not None) == (capability == (12, 0))  # whose sinks have no gradient
 
 
 def test_what_is_no_configuration_is_refused():

@@ -123,11 +123,15 @@ def test_blocks_keep_their_own_backends():
     assert calls == [False, True, False]
 
 
-def check_one_graph(backend, *, needs_gradient):
+def of_unknown_end(length):
+    return Documents(torch.tensor([0, 3, length, 2 * length - 1], dtype=torch.int32), length)
+
+
+def check_one_graph(backend, *, needs_gradient, documents=of_unknown_end):
     """Sinks, documents with padding, a window and a soft cap, over lengths."""
 
-    def attend(backend, q, k, v, sinks, documents):
-        mask = AttentionMask(documents=documents, window=4)
+    def attend(backend, q, k, v, sinks, packed):
+        mask = AttentionMask(documents=packed, window=4)
         return backend(q, k, v, mask, scale=0.4, sinks_H=sinks, soft_cap=2.0)
 
     counter = CompileCounterWithBackend("aot_eager")
@@ -139,7 +143,7 @@ def check_one_graph(backend, *, needs_gradient):
         inputs.append(torch.randn(4, dtype=torch.float64))
         for x in inputs:
             x.requires_grad_(needs_gradient)
-        packed = Documents(torch.tensor([0, 3, length, 2 * length - 1], dtype=torch.int32), length)
+        packed = documents(length)
         found = []
         for run, which in ((compiled, backend), (attend, EagerAttentionConfig().build())):
             out = run(which, *inputs, packed)
@@ -151,6 +155,15 @@ def check_one_graph(backend, *, needs_gradient):
 @pytest.mark.long
 def test_flex_is_part_of_the_graph():
     check_one_graph(FlexAttentionConfig().build(), needs_gradient=False)  # which torch has not on CPU
+
+
+def test_documents_of_a_known_end_leave_lengths_dynamic(flash_packages):
+    backend = FlashAttention4Config().build()
+    check_one_graph(
+        backend,
+        needs_gradient=True,
+        documents=lambda length: Documents.from_lengths([[length - 3, 3], [length]]),
+    )
 
 
 @pytest.mark.long

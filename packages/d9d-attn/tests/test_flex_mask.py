@@ -21,6 +21,8 @@ def masks(draw):
         ends = torch.randint(1, batch * keys + 1, (draw(st.integers(1, 6)),), generator=generator)
         rows = torch.arange(1, batch) * keys  # a document lies within one row
         starts = torch.cat([torch.tensor([0]), ends, rows[rows < ends.max()]]).sort().values.unique().int()
+        if len(starts) > 2 and draw(st.booleans()):
+            starts = starts[1:]  # padding comes first
         documents = Documents(starts, int(starts.diff().max()))
     else:
         queries = min(keys, draw(LENGTHS))

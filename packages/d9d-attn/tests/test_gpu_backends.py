@@ -129,13 +129,46 @@ def test_values_and_gradients_are_right_to_the_level_of_the_dtype(kind, name):
         torch.testing.assert_close(lse.double(), of_eager, rtol=5e-3, atol=5e-3)
 
 
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_is_rare_is_right(kind):
+    """A gradient through the log-sum-exp alone and beside the result, more queries than keys, and nothing to attend."""
+    config = CONFIGS[kind]
+    if (refusal := config.refusal(AttentionNeed(device_type="cuda", dtype=torch.bfloat16))) is not None:
+        pytest.skip(refusal)
+    torch.manual_seed(0)
+    backend, mask = config.build(), AttentionMask()
+
+    def make(batch, queries, keys):
+        shapes = ((batch, queries, H, 64), (batch, keys, G, 64), (batch, keys, G, 64))
+        return [torch.randn(shape, device="cuda", dtype=torch.bfloat16, requires_grad=True) for shape in shapes]
+
+    for lengths in (0, 5, 5), (1, 0, 5), (1, 5, 0):
+        for of_nothing in mask, AttentionMask(window=3):
+            out = backend(*(empty := make(*lengths)), of_nothing, scale=0.15)
+            assert all((x == 0).all() for x in (out, *torch.autograd.grad(out.sum(), empty)))
+
+    inputs = make(B, S + 70, S)
+    exact = [x.detach().double().requires_grad_() for x in inputs]
+    found, expected = (which(*of, mask, scale=0.15) for which, of in ((backend, inputs), (EAGER, exact)))
+    assert (found[:, :70] == 0).all()
+    assert (found - expected).norm() / expected.norm() < TOLERANCE[torch.bfloat16]
+    if Feature.LSE_GRADIENT not in config.capabilities.features:
+        return
+    found, expected = (which.with_lse(*of, mask, scale=0.15) for which, of in ((backend, inputs), (EAGER, exact)))
+    upstream = [torch.randn_like(x) for x in found]
+    for parts in (slice(2), slice(1, 2)):  # both, the log-sum-exp
+        of_found = torch.autograd.grad(found[parts], inputs[:2], upstream[parts], retain_graph=True)
+        gradients = [x.double() for x in upstream[parts]]
+        of_expected = torch.autograd.grad(expected[parts], exact[:2], gradients, retain_graph=True)
+        for a, b in zip(of_found, of_expected, strict=True):
+            assert (a.double() - b).norm() / b.norm() < 2 * TOLERANCE[torch.bfloat16]
+
+
 @pytest.mark.parametrize("implementation", ["FA3", "FA4"])
 def test_what_torch_puts_in_place_of_flash_attention_2_is_right(implementation):
     config = TorchAttentionConfig(flash_implementation=implementation)
     if (refusal := config.refusal(AttentionNeed(device_type="cuda", dtype=torch.bfloat16))) is not None:
         pytest.skip(refusal)
-    if implementation == "FA4" and torch.__version__.startswith("2.11."):
-        pytest.skip("flash-attn-4 4.0.0b36 returns more than torch 2.11 expects of it")
     torch.manual_seed(0)
     inputs = [
         torch.randn(B, S, heads, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for heads in (H, G, G)
@@ -153,6 +186,24 @@ def test_what_torch_puts_in_place_of_flash_attention_2_is_right(implementation):
                 assert (a.double() - b).norm() / b.norm() < TOLERANCE[torch.bfloat16]
     finally:
         torch.nn.attention.restore_flash_attention_impl()
+
+
+@pytest.mark.parametrize("kind", ["torch", "flash_attention_2", "flash_attention_4"])
+def test_gradients_are_the_same_in_every_run_where_torch_is_told_so(kind):
+    config = CONFIGS[kind]
+    if (refusal := config.refusal(AttentionNeed(device_type="cuda", dtype=torch.bfloat16))) is not None:
+        pytest.skip(refusal)
+    torch.manual_seed(0)
+    inputs = [torch.randn(B, 1024, h, 128, device="cuda", dtype=torch.bfloat16, requires_grad=True) for h in (H, G, G)]
+    upstream, backend = torch.randn_like(inputs[0]), config.build()
+    try:
+        torch.use_deterministic_algorithms(mode=True)
+        first, *others = (
+            torch.autograd.grad(backend(*inputs, AttentionMask(), scale=0.1), inputs, upstream) for _ in range(5)
+        )
+    finally:
+        torch.use_deterministic_algorithms(mode=False)
+    assert all(torch.equal(a, b) for other in others for a, b in zip(first, other, strict=True))
 
 
 @pytest.mark.parametrize("kind", CONFIGS)

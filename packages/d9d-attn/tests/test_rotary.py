@@ -227,6 +227,8 @@ def test_a_third_party_joins_the_scalings():
 
 
 def test_what_cannot_be_is_refused():
+    with pytest.raises(TypeError, match=r"one such as YarnScaling\(...\), found {'rope_type': 'yarn'}"):
+        RotaryConfig(head_dim=16, scaling={"rope_type": "yarn"})
     for rotary_dim in (5, 18, 0):
         with pytest.raises(ValueError, match=f"no more than head_dim=16, found {rotary_dim}"):
             RotaryConfig(head_dim=16, rotary_dim=rotary_dim)

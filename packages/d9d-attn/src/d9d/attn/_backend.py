@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ._feature import Feature
-from ._installed import is_installed
+from ._installed import is_installed, is_recent
 from ._mask import AttentionMask
 from ._registry import BackendConfig, Registry
 
@@ -104,6 +104,9 @@ class Capabilities:
     requires: str | None = None
     """Import name of the module it needs besides torch."""
 
+    distribution: str | None = None
+    """The package that brings the module, as ``name>=version``; others may bring one of the same name."""
+
     install: str | None = None
     """What to install for it."""
 
@@ -129,6 +132,8 @@ class AttentionBackendConfig(BackendConfig[AttentionNeed]):
         can = self.capabilities
         if can.requires is not None and not is_installed(can.requires):
             yield f"needs {can.requires!r}, which is not installed; install {can.install or can.requires!r}"
+        if can.distribution is not None and not is_recent(can.distribution):
+            yield f"needs {can.distribution!r}, which is not installed; install {can.install or can.distribution!r}"
         if missing := sorted(need.features - can.features):
             yield f"has no {', '.join(missing)}; choose another backend or leave the choice automatic"
         if can.device_types is not None and need.device_type is not None and need.device_type not in can.device_types:

@@ -55,7 +55,7 @@ class EagerAttention:
             keys, key_heads = k_BTGD.shape[1:3]
             dtype = torch.promote_types(q_BSHD.dtype, torch.float32)
             q, k, v = q_BSHD.to(dtype), k_BTGD.to(dtype), v_BTGE.to(dtype)
-            visibility = mask.visibility(batch=batch, queries=queries, keys=keys, device=q.device)
+            visibility = mask.visibility(batch=batch, queries=queries, keys=keys, device=q.device, heads=heads)
 
             scores_BGRST = torch.einsum("bsgrd,btgd->bgrst", q.unflatten(2, (key_heads, heads // key_heads)), k) * scale
             scores_BHST = scores_BGRST.flatten(1, 2)

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ._backend import HALF_PRECISION, AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
+from ._eager import EagerAttention
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._mask import AttentionMask
@@ -40,11 +41,12 @@ class FlashAttention2Config(AttentionBackendConfig):
         dtypes=HALF_PRECISION,
         max_head_dim=256,
         requires=_OPERATORS,
+        distribution="flash-attn>=2.8",
         install="d9d-attn[flash-attn]",
     )
 
     deterministic: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
-    """Whether gradients are the same in each run; slower, and takes memory."""
+    """Whether gradients are the same in each run, as under torch.use_deterministic_algorithms; costs time, memory."""
 
     def build(self) -> AttentionBackend:
         """Make the backend.
@@ -226,6 +228,8 @@ class FlashAttention2:
         if mask.bias is not None:
             raise ValueError("the attention backend 'flash_attention_2' has no bias; use 'torch', 'flex' or 'eager'")
         batch, queries = q_BSHD.shape[:2]
+        if 0 in (batch, queries, k_BTGD.shape[1]):  # which its kernels refuse
+            return EagerAttention().with_lse(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale, sinks_H=sinks_H)
         sequences = sequences_of(mask, batch=batch, queries=queries, keys=k_BTGD.shape[1], device=q_BSHD.device)
         before, after = window_bounds(mask)
         options = _Options(
@@ -235,14 +239,14 @@ class FlashAttention2:
             window=(-1 if before is None else before, -1 if after is None else after),
             soft_cap=soft_cap or 0.0,
             dropout=dropout,
-            deterministic=self.config.deterministic,
+            deterministic=self.config.deterministic or torch.are_deterministic_algorithms_enabled(),
             operators=self.operators,
         )
         value_dim = v_BTGE.shape[-1]
         padded_dim = next_multiple(max(q_BSHD.shape[-1], value_dim), 8)
         q, k, v = (sequences.flatten(pad_head_dim(x, padded_dim)) for x in (q_BSHD, k_BTGD, v_BTGE))
         out_NHP, lse_HN = _Attend.apply(q, k, v, sinks_H, options)
-        out_BSHP = sequences.unflatten(out_NHP, batch)
-        lse_BHS = lse_HN.unflatten(1, (batch, -1)).transpose(0, 1)
+        out_BSHP = sequences.unflatten(out_NHP, (batch, queries))
+        lse_BHS = lse_HN.unflatten(1, (batch, queries)).transpose(0, 1)
         detached = None if sinks_H is None else sinks_H.detach()
         return out_BSHP[..., :value_dim], sequences.fill_padding_lse(lse_BHS, detached)

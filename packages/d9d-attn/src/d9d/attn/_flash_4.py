@@ -3,6 +3,7 @@
 Shapes as in AttentionBackend.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import ClassVar
 
@@ -24,6 +25,7 @@ from ._mask import AttentionMask
 from ._varlen import sequences_of, window_bounds
 
 _MODULE = "flash_attn.cute"
+_CONSUMER_BLACKWELL = (12, 0)
 _BLACKWELL_HEAD_DIM = 128
 """Its kernels there take this range and a few pairs beyond, such as 192 and 128, of which we make no use."""
 
@@ -42,17 +44,21 @@ class FlashAttention4Config(AttentionBackendConfig):
         dtypes=HALF_PRECISION,
         max_head_dim=256,
         requires=_MODULE,
+        distribution="flash-attn-4>=4.0.0b36",  # flash-attn 2.8 brings an older module of the same name
         install="d9d-attn[flash-attn-4]",
     )
 
     deterministic: bool = attrs.field(default=False, validator=attrs.validators.instance_of(bool))
-    """Whether gradients are the same in each run; slower."""
+    """Whether gradients are the same in each run, as under torch.use_deterministic_algorithms; slower."""
 
     def refusal(self, need: AttentionNeed) -> str | None:
-        """Say what of the need the capability table does not cover, or that a head is too large for Blackwell."""
-        if (refusal := super().refusal(need)) is not None or need.device_type != "cuda" or need.head_dim is None:
+        """Say what of the need the capability table does not cover, or the kernels for Blackwell."""
+        if (refusal := super().refusal(need)) is not None or need.device_type != "cuda":
             return refusal
-        if need.head_dim > _BLACKWELL_HEAD_DIM and torch.cuda.get_device_capability() >= (10, 0):
+        capability = torch.cuda.get_device_capability()
+        if capability >= _CONSUMER_BLACKWELL:
+            return f"has no gradient of sinks on compute capability {capability} and has not run there; choose another"
+        if need.head_dim is not None and need.head_dim > _BLACKWELL_HEAD_DIM and capability >= (10, 0):
             return f"takes head dims up to {_BLACKWELL_HEAD_DIM} on Blackwell, not {need.head_dim!r}; choose another"
         return None
 
@@ -65,9 +71,14 @@ class FlashAttention4Config(AttentionBackendConfig):
         from ._flash_4_operators import flash_attention_4_operator, kernels  # noqa: PLC0415 - operators take a second
 
         try:
-            kernels()
+            found = kernels()
         except ImportError as error:
             raise ImportError(f"{self.kind!r} needs {_MODULE!r}; install {self.capabilities.install!r}") from error
+        if "dlse" not in inspect.signature(found._flash_attn_bwd).parameters:  # noqa: SLF001 - see the operators
+            raise ImportError(
+                f"{self.kind!r} needs {_MODULE!r} of {self.capabilities.distribution!r}, found the one that flash-attn "
+                "2 brings; install flash-attn-4 after flash-attn, or choose another backend"
+            )
         return FlashAttention4(self, flash_attention_4_operator)
 
 
@@ -147,7 +158,8 @@ class FlashAttention4:
         q, k = pad_head_dim(q_BSHD, padded_dim), pad_head_dim(k_BTGD, padded_dim)
         v = pad_head_dim(v_BTGE, padded_value_dim)
         before, after = window_bounds(mask)
-        settings = (scale, soft_cap or 0.0, mask.causal, before, after, self.config.deterministic)
+        deterministic = self.config.deterministic or torch.are_deterministic_algorithms_enabled()
+        settings = (scale, soft_cap or 0.0, mask.causal, before, after, deterministic)
         if mask.documents is None:
             out_BSHE, lse_BHS = self.operator(q, k, v, sinks_H, None, None, None, None, *settings)
             return out_BSHE[..., :value_dim], lse_BHS
@@ -156,8 +168,10 @@ class FlashAttention4:
         cu_queries, cu_keys, max_queries, max_keys, _ = sequences
         q, k, v = (sequences.flatten(x) for x in (q, k, v))
         out_NHE, lse_HN = self.operator(q, k, v, sinks_H, cu_queries, cu_keys, max_queries, max_keys, *settings)
-        lse_BHS = lse_HN.unflatten(1, (batch, -1)).transpose(0, 1)
-        return sequences.unflatten(out_NHE, batch)[..., :value_dim], sequences.fill_padding_lse(lse_BHS, sinks_H)
+        lse_BHS = lse_HN.unflatten(1, (batch, queries)).transpose(0, 1)
+        return sequences.unflatten(out_NHE, (batch, queries))[..., :value_dim], sequences.fill_padding_lse(
+            lse_BHS, sinks_H
+        )
 
 
 def _padded(head_dim: int, value_dim: int, *, is_grouped: bool) -> tuple[int, int]:

@@ -61,7 +61,7 @@ def flash_attention_4_operator(  # noqa: PLR0917 - operators take no keywords fr
             learnable_sink=sinks_H,
             return_lse=True,
         )
-    return out, lse
+    return out.contiguous(), lse.contiguous()
 
 
 @flash_attention_4_operator.register_fake
@@ -114,7 +114,8 @@ def flash_attention_4_backward_operator(  # noqa: PLR0917
             dlse=d_lse,
             learnable_sink=sinks_H,
         )
-    return dq, dk, dv, d_sinks[0] if d_sinks else q.new_empty(0)
+    # Theirs have the strides of q, k and v, and those of the results of an operator must be known when it is traced.
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), d_sinks[0] if d_sinks else q.new_empty(0)
 
 
 @flash_attention_4_backward_operator.register_fake

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
+from ._eager import EagerAttention
 from ._feature import Feature
 from ._flex_mask import bias_at, block_mask_of
 from ._head_dims import pad_head_dim
@@ -125,13 +126,15 @@ class FlexAttention:
 
         batch, queries, heads, head_dim = q_BSHD.shape
         keys, key_heads, value_dim = v_BTGE.shape[1:]
+        if 0 in (batch, queries, keys):  # which its kernels are not for
+            return EagerAttention().with_lse(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
         compiled = self.config.compiled and not torch.compiler.is_compiling()
         out_BHSE, aux = _flex_attention(compiled=compiled)(
             pad_head_dim(q_BSHD, max(head_dim, SMALLEST_HEAD_DIM)).transpose(1, 2),
             pad_head_dim(k_BTGD, max(head_dim, SMALLEST_HEAD_DIM)).transpose(1, 2),
             pad_head_dim(v_BTGE, max(value_dim, SMALLEST_HEAD_DIM)).transpose(1, 2),
             score_mod=_score_function(mask, soft_cap),
-            block_mask=block_mask_of(mask, batch=batch, queries=queries, keys=keys, device=q_BSHD.device),
+            block_mask=block_mask_of(mask, batch=batch, queries=queries, keys=keys, heads=heads, device=q_BSHD.device),
             scale=scale,
             enable_gqa=heads != key_heads,
             kernel_options=self.config.kernel_options,

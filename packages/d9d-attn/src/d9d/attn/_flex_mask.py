@@ -47,14 +47,14 @@ class _Rule(NamedTuple):
 
 
 def block_mask_of(
-    mask: AttentionMask, *, batch: int, queries: int, keys: int, device: torch.device
+    mask: AttentionMask, *, batch: int, queries: int, keys: int, device: torch.device, heads: int | None = None
 ) -> "BlockMask | None":
     """Make it without waiting for the device, and keep it with the mask; None if all is seen.
 
     Raises:
-        ValueError: The mask is of another shape.
+        ValueError: The mask is of another shape, or on another device.
     """
-    mask.check(batch, queries, keys)
+    mask.check(batch=batch, queries=queries, keys=keys, device=device, heads=heads)
 
     def derive() -> "BlockMask | None":
         of_queries, of_keys = _cut(queries, device), _cut(keys, device)
@@ -98,25 +98,26 @@ def _rules(
             (farthest_IJ < window) & (nearest_IJ > -window),
         )
     if mask.documents is not None:
-        yield _same_document(mask.documents.index_positions(batch, keys), of_queries)
+        yield _same_document(mask.documents.index_positions(batch, keys))
     if (bias := mask.bias) is not None and bias.dtype == torch.bool:
         yield _Rule(lambda b, h, s, t: bias_at(bias, b, h, s, t), _fold(bias, torch.any), _fold(bias, torch.all))
 
 
-def _same_document(document_BS: Tensor, blocks: _Blocks) -> _Rule:
-    """A block holds, in order, each document between those of its first and last position; padding comes last."""
-    padding = torch.iinfo(document_BS.dtype).max
-    ordered_BS = document_BS.masked_fill(document_BS < 0, padding)
-    first_BI, last_BI = ordered_BS[:, blocks.first], ordered_BS[:, blocks.last]
-    later_first = torch.maximum(first_BI[:, None, :, None], first_BI[:, None, None, :])
-    earlier_last = torch.minimum(last_BI[:, None, :, None], last_BI[:, None, None, :])
-    later_last = torch.maximum(last_BI[:, None, :, None], last_BI[:, None, None, :])
-    earlier_first = torch.minimum(first_BI[:, None, :, None], first_BI[:, None, None, :])
+def _same_document(document_BS: Tensor) -> _Rule:
+    """A block may hold each document between its lowest and its highest one; padding is −1."""
+    blocks = F.pad(document_BS, (0, -document_BS.shape[1] % BLOCK), value=-1).unflatten(1, (-1, BLOCK))
+    lowest = blocks.masked_fill(blocks < 0, torch.iinfo(blocks.dtype).max).amin(-1)
+    highest = blocks.amax(-1)
+    only = highest.masked_fill(blocks.amin(-1) != highest, -1)
     return _Rule(
         lambda b, _h, s, t: (document_BS[b, s] == document_BS[b, t]) & (document_BS[b, t] >= 0),
-        (later_first <= earlier_last) & (later_first < padding),
-        (earlier_first == later_last) & (later_last < padding),
+        _of_pairs(torch.maximum, lowest) <= _of_pairs(torch.minimum, highest),
+        (only[:, None, :, None] == only[:, None, None, :]) & (only >= 0)[:, None, None, :],
     )
+
+
+def _of_pairs(function: Callable[[Tensor, Tensor], Tensor], x_BI: Tensor) -> Tensor:
+    return function(x_BI[:, None, :, None], x_BI[:, None, None, :])
 
 
 def _fold(bias: Tensor, fold: Callable[..., Tensor]) -> Tensor:

@@ -1,8 +1,11 @@
 """Whether a package is there, found out without importing any of it."""
 
 import importlib.machinery
+import importlib.metadata
 import importlib.util
 import sys
+
+from torch.torch_version import TorchVersion
 
 
 def is_installed(module: str) -> bool:
@@ -24,3 +27,12 @@ def is_installed(module: str) -> bool:
         name = f"{name}.{part}"
         spec = importlib.machinery.PathFinder.find_spec(name, spec.submodule_search_locations)
     return spec is not None
+
+
+def is_recent(requirement: str) -> bool:
+    """Whether a distribution is there as ``name>=version`` asks. Never raises."""
+    name, _, oldest = requirement.partition(">=")
+    try:
+        return bool(TorchVersion(importlib.metadata.version(name)) >= oldest)
+    except importlib.metadata.PackageNotFoundError:
+        return False

@@ -17,7 +17,7 @@ _NOTHING = object()
 
 
 def _check_starts(_: object, attribute: "attrs.Attribute[Tensor]", value: Tensor) -> None:
-    if value.ndim != 1 or value.dtype != torch.int32:
+    if value.ndim != 1 or value.dtype != torch.int32 or not len(value):
         raise ValueError(
             f"Documents.{attribute.name} must be int32 of the shape (documents + 1,), found {value.dtype} of "
             f"{tuple(value.shape)!r}"
@@ -28,8 +28,8 @@ def _check_starts(_: object, attribute: "attrs.Attribute[Tensor]", value: Tensor
 class Documents:
     """Documents packed one after the other into a (B, S) batch, in the order of its flattened B·S positions.
 
-    A document lies within one row. Positions from ``cu_seqlens[-1]`` on are padding: they see nothing,
-    nothing sees them, and attention gives zeros there.
+    A document lies within one row. Positions before ``cu_seqlens[0]`` and from ``cu_seqlens[-1]`` on are padding: they
+    see nothing, nothing sees them, and attention gives zeros there.
     """
 
     cu_seqlens: Tensor = attrs.field(validator=_check_starts)
@@ -39,7 +39,8 @@ class Documents:
     """Length of the longest document, on the host."""
 
     total_length: int | None = None
-    """``cu_seqlens[-1]`` on the host, if known: kernels of variable length then need not expect padding."""
+    """``cu_seqlens[-1]`` on the host, if known and ``cu_seqlens[0]`` is 0: kernels of variable length
+    then need not expect padding."""
 
     @staticmethod
     def from_lengths(rows: Sequence[Sequence[int]], *, device: torch.device | str | None = None) -> "Documents":
@@ -47,7 +48,10 @@ class Documents:
 
         Raises:
             ValueError: A length is not positive, or the rows differ in their total length.
+            TypeError: A row is one length.
         """
+        if any(isinstance(row, int) for row in rows):
+            raise TypeError(f"document lengths come in rows, as [[3, 5]] for one row of 8 positions, found {rows!r}")
         lengths = [length for row in rows for length in row]
         if not lengths or min(lengths) < 1:
             raise ValueError(f"document lengths must be positive and at least one, found {rows!r}")
@@ -84,6 +88,7 @@ class AttentionMask:
 
     Raises:
         ValueError: The window is below 1, or the bias neither bool nor floating.
+        TypeError: The documents are no Documents, or the bias is no tensor.
     """
 
     causal: bool = True
@@ -111,6 +116,12 @@ class AttentionMask:
     ) -> None:
         if window is not None and window < 1:
             raise ValueError(f"AttentionMask.window must be at least 1 or None, found {window!r}")
+        if documents is not None and not isinstance(documents, Documents):
+            raise TypeError(
+                f"AttentionMask.documents must be Documents, as of Documents.from_lengths, found {documents!r}"
+            )
+        if bias is not None and not isinstance(bias, Tensor):
+            raise TypeError(f"AttentionMask.bias must be a tensor, found {bias!r}")
         if bias is not None and bias.dtype != torch.bool and not bias.is_floating_point():
             raise ValueError(f"AttentionMask.bias must be bool or floating, found {bias.dtype!r}; convert it")
         object.__setattr__(self, "causal", causal)
@@ -118,6 +129,10 @@ class AttentionMask:
         object.__setattr__(self, "documents", documents)
         object.__setattr__(self, "bias", bias)
         object.__setattr__(self, "_known", {})
+
+    def __reduce__(self) -> tuple[Callable[..., "AttentionMask"], tuple[object, ...]]:
+        """A copy derives anew: what backends made may hold functions, which do not travel."""
+        return _make_mask, (self.causal, self.window, self.documents, self.bias)
 
     def is_plain(self, queries: int, keys: int) -> bool:
         """Whether the flag ``causal`` says all, in the usual meaning for as many queries as keys."""
@@ -169,24 +184,33 @@ class AttentionMask:
         found: DerivedT = derived
         return found
 
-    def visibility(self, *, batch: int, queries: int, keys: int, device: torch.device) -> Visibility:
+    def visibility(
+        self, *, batch: int, queries: int, keys: int, device: torch.device, heads: int | None = None
+    ) -> Visibility:
         """Work out who sees whom, once per shape and device.
 
         Raises:
-            ValueError: The mask is of another shape.
+            ValueError: The mask is of another shape, or on another device.
         """
-        self.check(batch, queries, keys)
+        self.check(batch=batch, queries=queries, keys=keys, device=device, heads=heads)
         return self.kept(
             "visibility", (batch, queries, keys, device), lambda: self._compute(batch, queries, keys, device)
         )
 
-    def check(self, batch: int, queries: int, keys: int) -> None:
-        """Refuse a mask of another shape, as far as the host knows shapes.
+    def check(self, *, batch: int, queries: int, keys: int, device: torch.device, heads: int | None = None) -> None:
+        """Refuse a mask of another shape, as far as the host knows shapes, or on another device.
 
         Raises:
             ValueError: There are documents, but queries and keys are not the same positions; the documents do not fit
-                in, or the bias is not broadcastable.
+                in, or the bias is not broadcastable; a tensor of the mask is elsewhere.
         """
+        starts = None if self.documents is None else self.documents.cu_seqlens
+        for name, tensor in (("documents.cu_seqlens", starts), ("bias", self.bias)):
+            if tensor is not None and tensor.device != device:
+                raise ValueError(
+                    f"AttentionMask.{name} is on {str(tensor.device)!r}, but the queries are on {str(device)!r}; "
+                    "make the mask there, as by Documents.from_lengths(rows, device=x.device)"
+                )
         if (documents := self.documents) is not None:
             if queries != keys:
                 raise ValueError(f"documents need as many queries as keys, found {queries!r} and {keys!r}")
@@ -197,11 +221,11 @@ class AttentionMask:
                     f"{batch!r} rows of {keys!r}; make documents for this very batch"
                 )
         if (bias := self.bias) is not None:
-            expected = {-4: batch, -2: queries, -1: keys}
+            expected = {-4: batch, -2: queries, -1: keys} | ({} if heads is None else {-3: heads})
             if bias.ndim > 4 or any(-dim <= bias.ndim and bias.shape[dim] not in (1, n) for dim, n in expected.items()):
                 raise ValueError(
                     f"AttentionMask.bias has the shape {tuple(bias.shape)!r}, which is not broadcastable to "
-                    f"({batch!r}, heads, {queries!r}, {keys!r}); a mask of keys is (batch, 1, 1, keys)"
+                    f"({batch!r}, {heads or 'heads'}, {queries!r}, {keys!r}); a mask of keys is (batch, 1, 1, keys)"
                 )
 
     def _compute(self, batch: int, queries: int, keys: int, device: torch.device) -> Visibility:
@@ -221,3 +245,7 @@ class AttentionMask:
             visible = visible & (bias if bias.dtype == torch.bool else bias != -torch.inf)
         blind = ~visible.any(-1, keepdim=True)
         return Visibility(visible | blind, blind)
+
+
+def _make_mask(causal: bool, window: int | None, documents: Documents | None, bias: Tensor | None) -> AttentionMask:  # noqa: FBT001
+    return AttentionMask(causal=causal, window=window, documents=documents, bias=bias)

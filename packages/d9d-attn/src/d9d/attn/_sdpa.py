@@ -14,6 +14,7 @@ import torch.nn.attention
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.torch_version import TorchVersion
 
 from ._backend import (
     HALF_PRECISION,
@@ -26,7 +27,7 @@ from ._backend import (
 from ._constant import constant
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
-from ._installed import is_installed
+from ._installed import is_installed, is_recent
 from ._mask import AttentionMask
 from ._varlen import sequences_of, window_bounds
 
@@ -93,6 +94,8 @@ class TorchAttentionConfig(AttentionBackendConfig):
                 return f"cannot take {asked!r}: torch {torch.__version__} offers {offered}; leave flash_implementation"
             if not is_installed(module := FLASH_IMPLEMENTATIONS[asked]):
                 return f"needs {module!r} for {asked!r}, which is not installed; install it or leave it out"
+            if asked == "FA4" and TorchVersion(torch.__version__) < "2.12" and is_recent("flash-attn-4>=4.0.0b36"):
+                return f"cannot take 'FA4': torch {torch.__version__} knows older ones only; use 'flash_attention_4'"
         return super().refusal(need)
 
     def build(self) -> AttentionBackend:
@@ -146,7 +149,7 @@ class TorchAttention:
         if not self.config.varlen or mask.bias is not None or (mask.window is None and mask.documents is None):
             return False
         fits = q.is_cuda and q.dtype in HALF_PRECISION and max(q.shape[-1], v.shape[-1]) <= 256
-        return fits and dropout == 0.0
+        return fits and dropout == 0.0 and 0 not in (*q.shape[:2], v.shape[1])
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
         if q.is_cuda and q.dtype not in HALF_PRECISION:  # only cuDNN and FlashAttention share heads
@@ -160,7 +163,8 @@ class TorchAttention:
             )
 
     def _masked(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
-        visibility = mask.visibility(batch=q.shape[0], queries=q.shape[2], keys=k.shape[2], device=q.device)
+        batch, heads, queries = q.shape[:3]
+        visibility = mask.visibility(batch=batch, queries=queries, keys=k.shape[2], device=q.device, heads=heads)
         # Kernels disagree on rows without any key (zeros, NaN, means), so blind rows see all and are zeroed at the end.
         attn_mask = visibility.keys
         if mask.additive is not None:
@@ -198,7 +202,7 @@ def _varlen(q_BSHD: Tensor, k_BTGD: Tensor, v_BTGE: Tensor, mask: AttentionMask,
         **grouped,
     )
     assert isinstance(out, Tensor)
-    return sequences.unflatten(out, batch)[..., :value_dim]
+    return sequences.unflatten(out, (batch, queries))[..., :value_dim]
 
 
 @constant

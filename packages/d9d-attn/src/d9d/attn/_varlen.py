@@ -33,9 +33,9 @@ class Sequences(NamedTuple):
         """(B, S, …) to (N, …); a gradient of positions outside all sequences is dropped."""
         return self.drop_padding(x).flatten(0, 1)
 
-    def unflatten(self, x: Tensor, batch: int) -> Tensor:
+    def unflatten(self, x: Tensor, shape: tuple[int, int]) -> Tensor:
         """(N, …) to (B, S, …), with zeros outside all sequences."""
-        return self.drop_padding(x.unflatten(0, (batch, -1)))
+        return self.drop_padding(x.unflatten(0, shape))
 
     def drop_padding(self, x: Tensor) -> Tensor:
         """Set what lies outside all sequences to zero, even NaN, in its gradient too."""
@@ -55,14 +55,14 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
     """The documents of the mask, or the rows of the batch if it has none; kept with the mask.
 
     Raises:
-        ValueError: The mask is of another shape.
+        ValueError: The mask is of another shape, or on another device.
     """
-    mask.check(batch, queries, keys)
+    mask.check(batch=batch, queries=queries, keys=keys, device=device)
 
     def derive() -> Sequences:
         if (documents := mask.documents) is not None:
             real_BS = None
-            if documents.total_length != batch * queries:
+            if not _are_equal(documents.total_length, batch * queries):
                 real_BS = documents.index_positions(batch, queries) >= 0
             cu_seqlens = documents.cu_seqlens
             return Sequences(cu_seqlens, cu_seqlens, documents.max_length, documents.max_length, real_BS)
@@ -71,6 +71,16 @@ def sequences_of(mask: AttentionMask, *, batch: int, queries: int, keys: int, de
         return Sequences(cu_queries, cu_queries if queries == keys else row * keys, queries, keys, None)
 
     return mask.kept("sequences", (batch, queries, keys, device), derive)
+
+
+def _are_equal(total: int | None, positions: int) -> bool:
+    """False of a constant and of what torch.compile leaves open: comparing them would fix both."""
+    if torch.compiler.is_compiling():
+        from torch.fx.experimental.symbolic_shapes import has_static_value  # noqa: PLC0415 - takes a second to import
+
+        if total is None or has_static_value(total) != has_static_value(positions):
+            return False
+    return total == positions
 
 
 def window_bounds(mask: AttentionMask) -> tuple[int | None, int | None]:

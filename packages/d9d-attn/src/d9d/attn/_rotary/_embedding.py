@@ -38,6 +38,8 @@ class RotaryConfig:
                 "RotaryConfig.rotary_dim must be even, positive and no more than "
                 f"head_dim={self.head_dim!r}, found {self.rotary_dim!r}"
             )
+        if self.scaling is not None and not isinstance(self.scaling, RotaryScaling):
+            raise TypeError(f"RotaryConfig.scaling must be one such as YarnScaling(...), found {self.scaling!r}")
 
 
 class RotaryEmbedding(nn.Module):
