@@ -25,6 +25,7 @@ from ._backend import (
     attention_backends,
 )
 from ._constant import constant
+from ._eager import EagerAttention
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._installed import is_installed, is_recent
@@ -139,6 +140,8 @@ class TorchAttention:
             )
         if sinks_H is not None or soft_cap is not None:
             raise ValueError("the attention backend 'torch' has no sinks and no soft cap; use 'flex' or 'eager'")
+        if 0 in {*q_BSHD.shape[:2], k_BTGD.shape[1]}:  # which kernels for CUDA are not for
+            return EagerAttention()(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
         if self._suits_varlen(q_BSHD, v_BTGE, mask, dropout):
             return _varlen(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
         q, k, v = q_BSHD.transpose(1, 2), k_BTGD.transpose(1, 2), v_BTGE.transpose(1, 2)
@@ -149,7 +152,7 @@ class TorchAttention:
         if not self.config.varlen or mask.bias is not None or (mask.window is None and mask.documents is None):
             return False
         fits = q.is_cuda and q.dtype in HALF_PRECISION and max(q.shape[-1], v.shape[-1]) <= 256
-        return fits and dropout == 0.0 and 0 not in (*q.shape[:2], v.shape[1])
+        return fits and dropout == 0.0
 
     def _plain(self, q: Tensor, k: Tensor, v: Tensor, mask: AttentionMask, *, scale: float, dropout: float) -> Tensor:
         if q.is_cuda and q.dtype not in HALF_PRECISION:  # only cuDNN and FlashAttention share heads
