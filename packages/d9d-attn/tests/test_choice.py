@@ -162,7 +162,7 @@ def test_a_package_is_known_by_its_name_and_version_not_by_its_folder(
     write_versions, tmp_path, monkeypatch, versions, chosen
 ):
     if is_installed("flash_attn"):
-        pytest.skip("flash-attn is installed")
+        pytest.skip("flash_attn is installed, and would be found beside the folder of its name that this test makes")
     package = write_versions(tmp_path, **versions) / "flash_attn" / "cute"
     package.mkdir(parents=True)
     (package.parent / "flash_attn_interface.py").write_text("")

@@ -140,10 +140,8 @@ class TorchAttention:
             )
         if sinks_H is not None or soft_cap is not None:
             raise ValueError("the attention backend 'torch' has no sinks and no soft cap; use 'flex' or 'eager'")
-        if 0 in (
-            *q_BSHD.shape[:2],
-            k_BTGD.shape[1],
-        ):  # which kernels for CUDA are not for; a set fixes lengths in a graph
+        batch, queries, keys = *q_BSHD.shape[:2], k_BTGD.shape[1]
+        if 0 in (batch, queries, keys):  # which kernels for CUDA are not for
             return EagerAttention()(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
         if self._suits_varlen(q_BSHD, v_BTGE, mask, dropout):
             return _varlen(q_BSHD, k_BTGD, v_BTGE, mask, scale=scale)
