@@ -21,13 +21,27 @@ class OneShard:
         pass
 
 
+def by_rows(logits):
+    return logits.clone()
+
+
+def by_columns(logits):
+    """Columns apart, as they lie in the memory of a gradient."""
+    rows, columns = logits.shape
+    apart = torch.full((columns, rows + 3), torch.nan)
+    apart[:, :rows] = logits.T
+    return apart[:, :rows].T
+
+
 _triton.MAX_BLOCK = 16  # several blocks a row
+_triton.BLOCK_CLASSES, _triton.BLOCK_TOKENS, _triton.MAX_PARTS = 8, 2, 3  # and several steps of several parts
 torch.manual_seed(0)
 EVERYTHING = {"soft_cap": 2.0, "label_smoothing": 0.2, "z_loss": 0.1}
 CHOSEN = [{}, *({name: value} for name, value in EVERYTHING.items()), EVERYTHING]
-CASES = itertools.product(((1, 1), (3, 37)), CHOSEN, (False, True), (None, OneShard()), (False, True))
-for (rows, columns), chosen, weighted, shard, with_gradient in CASES:
-    logits = torch.randn(rows, columns) * 3
+LAYOUTS = (by_rows, by_columns)
+CASES = itertools.product(LAYOUTS, ((1, 1), (3, 37)), CHOSEN, (False, True), (None, OneShard()), (False, True))
+for lay_out, (rows, columns), chosen, weighted, shard, with_gradient in CASES:
+    logits = lay_out(torch.randn(rows, columns) * 3)
     labels = torch.randint(-1, columns, (rows,))
     weights = torch.rand(rows) if weighted else None
     kept = {"options": LossOptions(ignore_index=-1, **chosen), "shard": shard, "with_gradient": with_gradient}
@@ -37,15 +51,18 @@ for (rows, columns), chosen, weighted, shard, with_gradient in CASES:
     if with_gradient:
         assert in_place.data_ptr() == logits.data_ptr()
         torch.testing.assert_close(in_place.double(), gradient, rtol=1e-5, atol=1e-6)
-logits = torch.randn(3, 37)
-logits[:, :20] = -torch.inf  # the first block has no class that can be
-found, in_place = _triton.triton_chunk_loss(
-    logits.clone(), torch.full((3,), 30), None, options=LossOptions(), shard=None, with_gradient=True
-)
-torch.testing.assert_close(
-    found.double(), torch.nn.functional.cross_entropy(logits, torch.full((3,), 30), reduction="none").double()
-)
-assert in_place.isfinite().all()
+possible = torch.randn(3, 37)
+possible[:, :20] = -torch.inf  # the first block has no class that can be
+labels = torch.full((3,), 30)
+for lay_out in LAYOUTS:
+    found, in_place = _triton.triton_chunk_loss(
+        lay_out(possible), labels, None, options=LossOptions(), shard=None, with_gradient=True
+    )
+    torch.testing.assert_close(found, torch.nn.functional.cross_entropy(possible, labels, reduction="none"))
+    assert in_place.isfinite().all()
+nothing = _triton._Columns(torch.empty(0, 4).T, labels.new_zeros(4), None, LossOptions(), OneShard())
+assert (nothing.statistics()[1:] == 0).all()  # a rank without classes
+nothing.gradient_(torch.zeros(4))
 _triton.SCALE_STEPS, _triton.SCALE_BLOCK = 3, 16  # several programs, the last of them in part
 for dtype in (torch.bfloat16, torch.float32):
     for size in (0, 1, 48, 101):

@@ -7,12 +7,13 @@ import attrs
 import torch
 from torch import Tensor
 
+from ._chunk_sizes import rows_within
 from ._gradients import dtype_for
 from ._labels import check_labels
 from ._options import LossOptions
 from ._products import wide
 from ._second_derivative import refuse_second_derivative
-from ._three_products import ChunkFunctions, Precision, rows_within, sum_and_gradients
+from ._three_products import ChunkFunctions, Precision, sum_and_gradients
 from ._vocabulary import VocabularyShard, plain
 
 CHUNK_FUNCTIONS: dict[str, Callable[[], ChunkFunctions]] = {}

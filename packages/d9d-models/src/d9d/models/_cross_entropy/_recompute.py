@@ -12,13 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._chunk_sizes import chunks, even_chunk, rows_within
 from ._gradients import Gradients, dtype_for
 from ._labels import check_labels, counted, without_uncounted
 from ._options import LossOptions
 from ._products import multiply, wide, without_autocast
 from ._scores import Entropy, Loss, TokenScore
 from ._softmax import cap_, cap_slope
-from ._three_products import chunks, even_chunk, rows_within
 from ._two_nodes import with_gradients
 from ._vocabulary import VocabularyShard, plain
 

@@ -7,21 +7,19 @@ in backward takes four.
 Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Protocol
 
 import attrs
 import torch
 from torch import Tensor
 
+from ._chunk_sizes import chunks, even_chunk
 from ._gradients import Gradients
 from ._labels import counted, without_uncounted
 from ._options import LossOptions
 from ._products import multiply, wide
 from ._vocabulary import VocabularyShard
-
-ALIGNMENT = 256
-"""Chunks are multiples of so many tokens, where memory allows for that: tiles of a matrix product."""
 
 
 class ChunkLoss(Protocol):
@@ -39,7 +37,7 @@ class ChunkLoss(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """The losses (C,), fp32 or fp64, and the gradient of their sum, which may lie in the logits' memory.
 
-        Without ``with_gradient`` nobody looks at the second.
+        Logits of a token lie side by side, or those of a class. Without ``with_gradient`` nobody looks at the gradient.
         """
         ...
 
@@ -85,10 +83,13 @@ def sum_and_gradients(
     gradients = Gradients.new(hidden_NH, weight_VH, needs=needs, shard=shard, weight_dtype=precision.weight_gradient)
     total = hidden_NH.new_zeros((), dtype=wide(hidden_NH.dtype))
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    chunk = even_chunk(len(hidden_NH), chunk)
-    memory = hidden_NH.new_empty((chunk, len(weight_VH)), dtype=precision.logits)
+    lent = None
+    if chunk < len(hidden_NH) and precision.logits == hidden_NH.dtype:
+        lent = gradients.memory_for_logits(len(hidden_NH), precision.logits)
+    size = even_chunk(len(hidden_NH), chunk) if lent is None else len(hidden_NH)
+    memory = hidden_NH.new_empty((size, len(weight_VH)), dtype=precision.logits) if lent is None else lent
     counted_N = counted(labels_N, weights_N, options.ignore_index)
-    for rows in chunks(len(hidden_NH), chunk):
+    for rows in chunks(len(hidden_NH), size):
         hidden = without_uncounted(hidden_NH[rows], counted_N[rows])
         logits = multiply(hidden, weight_VH.T, memory[: len(hidden)])
         if bias_V is not None:
@@ -102,26 +103,8 @@ def sum_and_gradients(
             with_gradient=any(needs),
         )
         total += losses.sum()
-        if any(needs):
+        if lent is not None:
+            gradients.replace_(gradient, hidden, weight_VH, chunk * len(weight_VH) * precision.logits.itemsize // 2)
+        elif any(needs):
             gradients.add_(rows, gradient, hidden, weight_VH)
     return total, gradients.finished(hidden_NH.dtype, shard)
-
-
-def rows_within(
-    max_logits_bytes: int, weight_VH: Tensor, shard: VocabularyShard | None, logits_dtype: torch.dtype
-) -> int:
-    """How many tokens a chunk may have: as many on all ranks."""
-    classes = weight_VH.shape[0] if shard is None else shard.length
-    chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
-    return chunk if chunk <= ALIGNMENT else chunk - chunk % ALIGNMENT
-
-
-def even_chunk(rows: int, most: int) -> int:
-    """How many rows a chunk has, so that all have about as many: a small last one costs nearly as much as a whole."""
-    even = -(-rows // max(1, -(-rows // most)))
-    return even if even <= ALIGNMENT else -(-even // ALIGNMENT) * ALIGNMENT
-
-
-def chunks(rows: int, chunk: int) -> Iterator[slice]:
-    """Slices of at most ``chunk`` rows."""
-    return (slice(start, start + chunk) for start in range(0, rows, max(1, chunk)))

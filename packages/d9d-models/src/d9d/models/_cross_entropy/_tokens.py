@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ._chunk_sizes import chunks, even_chunk, rows_within
 from ._linear import MAX_LOGITS_BYTES, check_operands
 from ._options import LossOptions
 from ._products import under_autocast, wide, without_autocast
 from ._recompute import logits_of, memory_for, scores
 from ._softmax import log_partition
-from ._three_products import chunks, even_chunk, rows_within
 from ._vocabulary import VocabularyShard, plain
 
 

@@ -3,17 +3,20 @@
 Shapes: C tokens, V classes of this rank.
 """
 
+import abc
 from typing import Any
 
+import attrs
 import torch
 from torch import Tensor
 
-from ._kernel import scale_unless_one, softmax_rows
+from ._kernel import column_gradient, column_statistics, scale_unless_one, softmax_rows
 from ._options import LossOptions
 from ._vocabulary import VocabularyShard
 
 MAX_BLOCK = 4096
 WARPS = 8
+BLOCK_CLASSES, BLOCK_TOKENS, MAX_PARTS = 32, 128, 16
 SCALE_STEPS, SCALE_BLOCK = 64, 4096
 
 
@@ -26,62 +29,15 @@ def triton_chunk_loss(
     shard: VocabularyShard | None,
     with_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
-    """See `ChunkLoss`. Logits are contiguous, in a dtype of at most 32 bits."""
-    rows, columns = logits_CV.shape
-    classes = columns if shard is None else shard.total
-    statistics = logits_CV.new_empty((4, rows), dtype=torch.float32)
-    log_norm_C = torch.empty_like(statistics[0])
-    losses_C = torch.empty_like(statistics[0])
-
-    kernel: Any = softmax_rows[(rows,)]
-
-    def launch(*, make_statistics: bool, make_gradient: bool) -> None:
-        kernel(
-            logits_CV,
-            labels_C,
-            losses_C if weights_C is None else weights_C,
-            statistics,
-            log_norm_C,
-            losses_C,
-            logits_CV.stride(0),
-            rows,
-            classes,
-            0 if shard is None else shard.start,
-            options.ignore_index,
-            options.label_smoothing,
-            options.z_loss,
-            1.0 if options.soft_cap is None else options.soft_cap,
-            COLUMNS=columns,
-            HAS_WEIGHTS=weights_C is not None,
-            HAS_CAP=options.soft_cap is not None,
-            HAS_SMOOTHING=options.label_smoothing > 0,
-            STATISTICS=make_statistics,
-            GRADIENT=make_gradient,
-            BLOCK=min(MAX_BLOCK, 1 << max(4, (columns - 1).bit_length())),  # a power of 2
-            num_warps=WARPS,
-        )
-
-    if shard is None and with_gradient:
-        launch(make_statistics=True, make_gradient=True)
-        return losses_C, logits_CV
-    launch(make_statistics=True, make_gradient=False)
-    top, total, pull, plain_sum = statistics.unbind()
-    if shard is not None:
-        highest = top.clone()
-        shard.max_(highest)
-        total.mul_((top - highest).exp_())
-        shard.sum_(statistics[1:])
-        top = highest
-    log_norm_C.copy_(top + total.log())
-    smoothing = options.label_smoothing
-    losses_C.copy_(log_norm_C - (1 - smoothing) * pull + options.z_loss * log_norm_C.square())
-    if smoothing:
-        losses_C.sub_(smoothing / classes * plain_sum)
-    if weights_C is not None:
-        losses_C.mul_(weights_C)
-    losses_C.masked_fill_(labels_C == options.ignore_index, 0.0)
-    if with_gradient:
-        launch(make_statistics=False, make_gradient=True)
+    """See `ChunkLoss`. Logits of a token lie side by side, or those of a class, in a dtype of at most 32 bits."""
+    chunk_of = _Rows if logits_CV.stride(1) == 1 else _Columns
+    chunk = chunk_of(logits_CV, labels_C, weights_C, options, shard)
+    with torch.cuda.device_of(logits_CV):  # Triton launches on the current device
+        if isinstance(chunk, _Rows) and with_gradient and shard is None:
+            return chunk.losses_and_gradient_(), logits_CV
+        log_norm_C, losses_C = _losses(chunk)
+        if with_gradient:
+            chunk.gradient_(log_norm_C)
     return losses_C, logits_CV
 
 
@@ -90,4 +46,169 @@ def triton_scale_(gradient: Tensor, factor_1: Tensor) -> None:
     programs = -(-gradient.numel() // (SCALE_STEPS * SCALE_BLOCK))
     if programs:
         kernel: Any = scale_unless_one[(programs,)]
-        kernel(gradient, factor_1, gradient.numel(), STEPS=SCALE_STEPS, BLOCK=SCALE_BLOCK)
+        with torch.cuda.device_of(gradient):
+            kernel(gradient, factor_1, gradient.numel(), STEPS=SCALE_STEPS, BLOCK=SCALE_BLOCK)
+
+
+@attrs.frozen
+class _Chunk(abc.ABC):
+    """What kernels are launched on."""
+
+    logits_CV: Tensor
+    labels_C: Tensor
+    weights_C: Tensor | None
+    options: LossOptions
+    shard: VocabularyShard | None
+
+    @abc.abstractmethod
+    def statistics(self) -> Tensor:
+        """(4, C), fp32: maximum, sum of exp(logit − maximum), logit of the label, sum of logits; of this rank."""
+
+    @abc.abstractmethod
+    def gradient_(self, log_norm_C: Tensor) -> None:
+        """Put the gradient in the logits' place."""
+
+    @property
+    def classes(self) -> int:
+        """Of all ranks."""
+        return self.logits_CV.shape[1] if self.shard is None else self.shard.total
+
+    @property
+    def first(self) -> int:
+        """The first class of this rank."""
+        return 0 if self.shard is None else self.shard.start
+
+    @property
+    def soft_cap(self) -> float:
+        """A number, as kernels want it, also where there is none."""
+        return 1.0 if self.options.soft_cap is None else self.options.soft_cap
+
+
+def _losses(chunk: _Chunk) -> tuple[Tensor, Tensor]:
+    """The log-partitions over the classes of all ranks, and the losses."""
+    statistics_4C = chunk.statistics()
+    top, total, pull, plain_sum = statistics_4C.unbind()
+    shard, options = chunk.shard, chunk.options
+    if shard is not None:
+        highest = top.clone()
+        shard.max_(highest)
+        total.mul_((top - highest).exp_())
+        shard.sum_(statistics_4C[1:])
+        top = highest
+    log_norm_C = top + total.log()
+    losses_C = log_norm_C - (1 - options.label_smoothing) * pull + options.z_loss * log_norm_C.square()
+    if options.label_smoothing:
+        losses_C.sub_(options.label_smoothing / chunk.classes * plain_sum)
+    if chunk.weights_C is not None:
+        losses_C.mul_(chunk.weights_C)
+    return log_norm_C, losses_C.masked_fill_(chunk.labels_C == options.ignore_index, 0.0)
+
+
+class _Rows(_Chunk):
+    """Logits of a token lie side by side."""
+
+    def losses_and_gradient_(self) -> Tensor:
+        """Both in one kernel."""
+        losses_C = self._new()
+        self._launch(losses_C, losses_C, losses_C, make_statistics=True, make_gradient=True)
+        return losses_C
+
+    def statistics(self) -> Tensor:
+        statistics_4C = self._new(4)
+        self._launch(statistics_4C, statistics_4C, statistics_4C, make_statistics=True, make_gradient=False)
+        return statistics_4C
+
+    def gradient_(self, log_norm_C: Tensor) -> None:
+        self._launch(log_norm_C, log_norm_C, log_norm_C, make_statistics=False, make_gradient=True)
+
+    def _new(self, *shape: int) -> Tensor:
+        return self.logits_CV.new_empty((*shape, len(self.logits_CV)), dtype=torch.float32)
+
+    def _launch(
+        self, statistics_4C: Tensor, log_norm_C: Tensor, losses_C: Tensor, *, make_statistics: bool, make_gradient: bool
+    ) -> None:
+        """What the kernel does not touch may be anything."""
+        rows, columns = self.logits_CV.shape
+        kernel: Any = softmax_rows[(rows,)]
+        kernel(
+            self.logits_CV,
+            self.labels_C,
+            losses_C if self.weights_C is None else self.weights_C,
+            statistics_4C,
+            log_norm_C,
+            losses_C,
+            self.logits_CV.stride(0),
+            rows,
+            self.classes,
+            self.first,
+            self.options.ignore_index,
+            self.options.label_smoothing,
+            self.options.z_loss,
+            self.soft_cap,
+            COLUMNS=columns,
+            HAS_WEIGHTS=self.weights_C is not None,
+            HAS_CAP=self.options.soft_cap is not None,
+            HAS_SMOOTHING=self.options.label_smoothing > 0,
+            STATISTICS=make_statistics,
+            GRADIENT=make_gradient,
+            BLOCK=min(MAX_BLOCK, 1 << max(4, (columns - 1).bit_length())),  # a power of 2
+            num_warps=WARPS,
+        )
+
+
+class _Columns(_Chunk):
+    """Logits of a class lie side by side."""
+
+    def statistics(self) -> Tensor:
+        tokens, columns = self.logits_CV.shape
+        blocks = -(-columns // BLOCK_CLASSES)
+        parts = max(1, min(MAX_PARTS, blocks))
+        statistics = self.logits_CV.new_empty((4, parts, tokens), dtype=torch.float32)
+        kernel: Any = column_statistics[(-(-tokens // BLOCK_TOKENS), parts)]
+        kernel(
+            self.logits_CV,
+            self.labels_C,
+            statistics,
+            self.logits_CV.stride(1),
+            tokens,
+            self.first,
+            self.options.ignore_index,
+            self.soft_cap,
+            CLASSES=columns,
+            STEPS=-(-blocks // parts),
+            HAS_CAP=self.options.soft_cap is not None,
+            HAS_SMOOTHING=self.options.label_smoothing > 0,
+            BLOCK_CLASSES=BLOCK_CLASSES,
+            BLOCK_TOKENS=BLOCK_TOKENS,
+            num_warps=WARPS,
+        )
+        top = statistics[0].amax(0)
+        statistics[1].mul_((statistics[0] - top).exp_())
+        return torch.cat((top[None], statistics[1:].sum(1)))
+
+    def gradient_(self, log_norm_C: Tensor) -> None:
+        tokens, columns = self.logits_CV.shape
+        blocks = -(-columns // BLOCK_CLASSES)
+        if not blocks:
+            return
+        kernel: Any = column_gradient[(-(-tokens // BLOCK_TOKENS), blocks)]
+        kernel(
+            self.logits_CV,
+            self.labels_C,
+            log_norm_C if self.weights_C is None else self.weights_C,
+            log_norm_C,
+            self.logits_CV.stride(1),
+            tokens,
+            self.classes,
+            self.first,
+            self.options.ignore_index,
+            self.options.label_smoothing,
+            self.options.z_loss,
+            self.soft_cap,
+            CLASSES=columns,
+            HAS_WEIGHTS=self.weights_C is not None,
+            HAS_CAP=self.options.soft_cap is not None,
+            BLOCK_CLASSES=BLOCK_CLASSES,
+            BLOCK_TOKENS=BLOCK_TOKENS,
+            num_warps=WARPS,
+        )
