@@ -4,11 +4,13 @@
 
 Memory is the peak beyond hidden states, weight and labels: with the two gradients in it, and beyond these. ``D9D``
 lines are backends of ``d9d.models.linear_cross_entropy``; cut-cross-entropy is measured where it is installed. Weight
-and gradients are bf16 unless a line says otherwise, products always.
+and gradients are bf16 unless a line says otherwise, products always. A way starts when the GPU has rested, since a warm
+one clocks lower.
 """
 
 import gc
 import statistics
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -28,6 +30,7 @@ from d9d.models import (
 
 SHAPES = ((16384, 2048, 151_936), (8192, 4096, 131_072))
 WARMUP, TIMED = 2, 7
+REST_SECONDS = 1.5
 SMALL, LARGE = 304 << 20, 1 << 30
 
 Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -109,6 +112,7 @@ def measure(loss: Loss, hidden: Tensor, weight: Tensor, labels: Tensor) -> tuple
     times, value, gradients = [], 0.0, 0
     gc.collect()
     torch.cuda.synchronize()
+    time.sleep(REST_SECONDS)
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     for _ in range(WARMUP + TIMED):

@@ -20,6 +20,7 @@ from loss_cases import OPTIONS, case, each_summed, logits_of, oracle, summed, we
     shape=st.sampled_from([(1,), (7,), (2, 5), (3, 1, 4), (0,)]),
     classes=st.integers(3, 37),
     rows=st.integers(1, 12),
+    size=st.sampled_from([6, 12]),
     ignored=st.sampled_from([0.0, 0.5, 1.0]),
     trained=st.sampled_from([(True, True), (True, False), (False, True)]),
     upstream=st.sampled_from([1.0, -2.5, 0.0]),
@@ -27,9 +28,9 @@ from loss_cases import OPTIONS, case, each_summed, logits_of, oracle, summed, we
     bias=st.booleans(),
     weighted=st.booleans(),
 )
-def test_equals_the_loss_of_all_logits(shape, classes, rows, ignored, trained, upstream, options, bias, weighted):
+def test_equals_the_loss_of_all_logits(shape, classes, rows, size, ignored, trained, upstream, options, bias, weighted):
     index = options.get("ignore_index", -100)
-    sample = case(shape, classes, ignored=ignored, index=index, bias=bias, weighted=weighted)
+    sample = case(shape, classes, size=size, ignored=ignored, index=index, bias=bias, weighted=weighted)
     sample.hidden.requires_grad_(trained[0])
     sample.weight.requires_grad_(trained[1])
     loss = linear_cross_entropy(

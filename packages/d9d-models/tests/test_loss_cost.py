@@ -49,6 +49,20 @@ def test_holds_one_chunk_of_logits(products):
     assert products == [*[(3, 80), (3, 4), (80, 4)] * 3, (1, 80), (1, 4), (80, 4)]
 
 
+def test_logits_that_fit_into_the_gradient_of_the_weight_take_no_memory_and_no_chunks(products):
+    sample = case((10,), 80, size=10)
+    fits = {"max_logits_bytes": 2 * 80 * 8}
+    wanted = torch.autograd.grad(oracle(sample).sum(), sample.operands)
+    found = linear_cross_entropy(sample.hidden, sample.weight, sample.labels, **fits).sum
+    assert products == [(10, 80), (10, 10), *[(8, 10)] * 10]  # half of the memory holds the gradient of 8 classes
+    torch.testing.assert_close(torch.autograd.grad(found, sample.operands), wanted)
+    products.clear()
+    transposed = sample.weight.detach().T.contiguous().T.requires_grad_()  # so is its gradient: no class in one piece
+    found = linear_cross_entropy(sample.hidden, transposed, sample.labels, **fits).sum
+    assert products == [(2, 80), (2, 10), (80, 10)] * 5
+    torch.testing.assert_close(torch.autograd.grad(found, [sample.hidden, transposed]), wanted)
+
+
 @pytest.mark.parametrize(
     ("tokens", "most", "taken"),
     [(10, 9, [5, 5]), (10, 10, [10]), (1100, 1024, [768, 332]), (3000, 1100, [1024, 1024, 952])],

@@ -15,12 +15,12 @@ sys.path.insert(0, str(Path(__file__).parent))
 from loss_cases import case, logits_of, oracle, weighted_sum
 
 
-def split_vocabulary(options_of):
+def split_vocabulary(cases):
     """Every rank's numbers of several cases, each on the whole and on this rank's part."""
     group = dist.group.WORLD
     found = []
-    for classes, options in options_of:
-        sample = case((7,), classes, bias=True, weighted=True)
+    for classes, size, options in cases:
+        sample = case((7,), classes, size=size, bias=True, weighted=True)
         shard = VocabularyShard(group, classes)
         held = slice(shard.start, shard.start + shard.held)
         part = attrs.evolve(
@@ -61,7 +61,8 @@ def assert_parts(found, wanted, part, sample, held):
 def test_a_vocabulary_split_over_ranks_is_the_whole(ranks):
     everything = {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}
     # 5 classes on 4 ranks: two, two, one, none
-    cases = [(classes, options) for classes in (5, 12, 13) for options in ({}, everything)]
+    sizes = (6, 9)  # in chunks, and in the memory of the weight's gradient
+    cases = [(classes, size, options) for classes in (5, 12, 13) for size in sizes for options in ({}, everything)]
     found = run_world(ranks, split_vocabulary, cases)
     assert all(rank == found[0] for rank in found)
 

@@ -58,17 +58,18 @@ def in_gaps(x):
 @pytest.mark.gpu
 @pytest.mark.parametrize("lay_out", [lambda x: x, transposed, in_gaps], ids=["contiguous", "transposed", "gaps"])
 @pytest.mark.parametrize("options", [{}, EVERYTHING])
+@pytest.mark.parametrize("tokens", [2000, 500])  # in chunks, and in the memory of the weight's gradient
 @pytest.mark.parametrize(
     "backend", ["torch", TritonLinearCrossEntropyConfig(), TritonLinearCrossEntropyConfig(rounds_weight_gradient=True)]
 )
-def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options, lay_out):  # case 49
-    *operands, labels, weights = draw()
+def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, tokens, options, lay_out):  # case 49
+    *operands, labels, weights = draw(tokens)
     operands[:2] = [lay_out(x) for x in operands[:2]]
     exact = [x.detach().double().requires_grad_() for x in operands]
     wanted = (oracle(exact, labels, **options) * weights).sum()
     hidden, weight, bias = operands
     found = linear_cross_entropy(
-        hidden, weight, labels, bias_V=bias, token_weights=weights, backend=backend, max_logits_bytes=2 << 20, **options
+        hidden, weight, labels, bias_V=bias, token_weights=weights, backend=backend, max_logits_bytes=1 << 20, **options
     )
     torch.testing.assert_close(found.sum.double(), wanted, rtol=1e-4, atol=0)
     pairs = zip(torch.autograd.grad(found.sum * 0.5, operands), torch.autograd.grad(wanted * 0.5, exact))
@@ -78,9 +79,10 @@ def test_loss_and_gradients_are_as_near_to_fp64_as_bf16_allows(backend, options,
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3000, 2048])  # in chunks, and in the memory of the weight's gradient
 @pytest.mark.parametrize("weight_is", ["fp32", "bf16 with an fp32 gradient"])
-def test_the_fp32_sum_is_the_gradient_and_nothing_of_its_size_is_held_besides(weight_is):
-    hidden, weight, _, labels, _ = draw(tokens=2048, classes=32_000, size=1024)
+def test_the_fp32_sum_is_the_gradient_and_nothing_of_its_size_is_held_besides(weight_is, tokens):
+    hidden, weight, _, labels, _ = draw(tokens, classes=32_000, size=1024)
     rounded = weight.nbytes if weight_is == "fp32" else 0  # the factor of products
     if rounded:
         weight = weight.detach().float().requires_grad_()
@@ -151,6 +153,39 @@ def test_rows_beyond_two_to_the_31_elements_are_right():  # case 24
         linear_cross_entropy(hidden[-1000:], weight, labels[-1000:], backend="triton").sum, hidden
     )
     torch.testing.assert_close(gradient[-1000:], last[0][-1000:])
+
+
+@pytest.mark.gpu
+def test_logits_beyond_two_to_the_31_elements_within_the_gradient_are_right():  # case 24
+    hidden, weight, _, labels, _ = draw(tokens=5000, classes=300_000, size=4096)
+    weight.grad_dtype = torch.float32
+    kept = {"backend": TritonLinearCrossEntropyConfig()}
+    whole = labels.numel() * len(weight) * 2
+    found, wanted = (
+        torch.autograd.grad(
+            linear_cross_entropy(hidden, weight, labels, max_logits_bytes=memory, **kept).sum, (hidden, weight)
+        )
+        for memory in (whole // 8, whole)
+    )
+    for gradient, expected in zip(found, wanted):
+        last = slice(-1000, None)
+        assert (gradient[last] - expected[last]).norm() < 2**-8 * expected[last].norm()
+
+
+@pytest.mark.gpu
+def test_a_gpu_that_is_not_the_current_one_will_do():
+    if torch.cuda.device_count() < 2:
+        pytest.skip("takes 2 GPUs")
+    hidden, weight, _, labels, _ = (x.to("cuda:1") for x in draw(500))
+    for memory in (1 << 20, 64 << 20):
+        operands = [x.detach().requires_grad_() for x in (hidden, weight)]
+        losses = [
+            linear_cross_entropy(*operands, labels, backend=backend, max_logits_bytes=memory).sum
+            for backend in ("triton", "torch")
+        ]
+        torch.testing.assert_close(*losses, rtol=1e-4, atol=0)
+        pairs = zip(*(torch.autograd.grad(x * 0.5, operands) for x in losses))
+        assert all((a - b).norm() < 2**-6 * b.norm() for a, b in pairs)
 
 
 @pytest.mark.gpu

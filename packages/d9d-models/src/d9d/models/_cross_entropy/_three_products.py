@@ -84,7 +84,7 @@ def sum_and_gradients(
     total = hidden_NH.new_zeros((), dtype=wide(hidden_NH.dtype))
     weight_VH = weight_VH.to(hidden_NH.dtype)
     lent = None
-    if chunk < len(hidden_NH) and precision.logits == hidden_NH.dtype:
+    if 2 * chunk < len(hidden_NH) and precision.logits == hidden_NH.dtype:
         lent = gradients.memory_for_logits(len(hidden_NH), precision.logits)
     size = even_chunk(len(hidden_NH), chunk) if lent is None else len(hidden_NH)
     memory = hidden_NH.new_empty((size, len(weight_VH)), dtype=precision.logits) if lent is None else lent
