@@ -1,7 +1,6 @@
 """CUDA tensors over NCCL: the same round trips as on the CPU. Runs itself under torchrun."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
@@ -26,13 +25,12 @@ from d9d.ckpt import (
     load,
     open_checkpoint,
 )
+from d9d.mesh.testing import run_on_gpus
 
 
 @pytest.mark.gpu
 def test_round_trips_on_cuda(tmp_path):
-    ranks = min(2, torch.cuda.device_count())
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    subprocess.run([*launch, __file__, tmp_path], check=True, timeout=300)
+    run_on_gpus(__file__, str(tmp_path), ranks=2)
 
 
 @pytest.mark.gpu

@@ -1,8 +1,6 @@
 """The trainer on the stages of a pipeline."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,7 +12,7 @@ from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
 from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
-from d9d.mesh.testing import run_world
+from d9d.mesh.testing import run_on_gpus, run_world
 from d9d.parallel import LossSum, ShardPolicy, parallelize_fsdp, parallelize_replicate
 from d9d.parallel.pipeline import Inference, Interleaved1F1B, LoopedBFS, OneFOneB, ZeroBubbleV, distribute_layers
 
@@ -177,11 +175,7 @@ def test_a_run_that_is_handed_from_layout_to_layout_is_that_of_one_process(tmp_p
 
 @pytest.mark.gpu
 def test_a_run_that_is_handed_over_on_gpus_is_that_of_one_process(tmp_path):
-    if torch.cuda.device_count() < 2:
-        pytest.skip("takes 2 GPUs")
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    script = Path(__file__).with_name("nccl_relay.py")
-    subprocess.run([*launch, str(script), str(tmp_path)], check=True, timeout=300)
+    run_on_gpus(Path(__file__).with_name("nccl_relay.py"), str(tmp_path), ranks=2)
     ranks = [torch.load(tmp_path / f"{rank}.pt") for rank in range(2)]
     assert [[held for held, *_ in rank] for rank in ranks] == [[[0, 3], [0, 1], [0], [0]], [[1, 2], [0, 1], [0], [1]]]
     assert_one_run(RELAY_OF_TWO, tmp_path, "cuda", ranks)  # draws differ between devices

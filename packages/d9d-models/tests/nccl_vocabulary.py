@@ -30,7 +30,7 @@ def gradients(hidden, weight, labels, weights, **chosen):
     return loss.sum, *torch.autograd.grad(loss.sum, inputs)
 
 
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group(sys.argv[1])
 shard = VocabularyShard(dist.group.WORLD, CLASSES)
 mine = slice(shard.start, shard.start + shard.held)

@@ -37,7 +37,7 @@ def run(dispatcher, first, x, ids, probs):
     return out, grad_x, grad_probs.where(ids < EXPERTS, 0)
 
 
-torch.cuda.set_device(int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
 dist.init_process_group(sys.argv[1])
 rank, ranks = dist.get_rank(), dist.get_world_size()
 for (tokens, top_k), dtype in ((routing, dtype) for routing in ROUTINGS for dtype in (torch.float64, torch.bfloat16)):

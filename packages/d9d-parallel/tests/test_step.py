@@ -37,7 +37,7 @@ class Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        total = gradient.clone()
+        total = gradient.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
         return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
 
@@ -46,7 +46,7 @@ class Sum(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.group = group
-        total = x.clone()
+        total = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=group)
         return total
 
