@@ -116,8 +116,9 @@ def trainer(ctx, made, *, dropout=0.0, dataset=None, task=None):
 
 
 def weights(run):
+    """Copies, which the next step leaves as they are."""
     state = run.stages[0].state_dict()
-    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)() for name, tensor in state.items()}
+    return {name: getattr(tensor, "full_tensor", lambda t=tensor: t)().clone() for name, tensor in state.items()}
 
 
 def log(directory):
