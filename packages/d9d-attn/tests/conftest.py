@@ -6,9 +6,13 @@ Like the kernels they leave NaN where they write nothing, in gradients too, and 
 # ruff: noqa: FBT002 - the signatures are those of the packages
 import sys
 import types
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parent))
+from attention_oracle import CONFIGS
 
 
 def sequences(cu_q, cu_k, max_q, max_k):
@@ -370,3 +374,11 @@ def flex_on_cpu():
         patch.setattr(flex, "_validate_device", lambda *_: None)
         patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         yield
+
+
+@pytest.fixture(params=CONFIGS)
+def config(request):
+    """Each backend in turn, run on CPU by stand-ins where its kernels are not here."""
+    request.getfixturevalue("flash_packages")
+    request.getfixturevalue("flex_on_cpu")
+    return CONFIGS[request.param]

@@ -1,20 +1,22 @@
 """The trainer on the stages of a pipeline."""
 
-import json
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
-from torch.nn import functional as F
 
-from d9d.loop import Trainer, TrainerConfig, WeightedMean, evaluate
+from d9d.loop import Trainer, TrainerConfig, evaluate
 from d9d.loop.optim import AdamWConfig, ConstantSchedule
 from d9d.loop.track import JsonLinesConfig
 from d9d.mesh import DistContext, MeshConfig
 from d9d.mesh.testing import run_on_gpus, run_world
-from d9d.parallel import LossSum, ShardPolicy, parallelize_fsdp, parallelize_replicate
+from d9d.parallel import ShardPolicy, parallelize_fsdp, parallelize_replicate
 from d9d.parallel.pipeline import Inference, Interleaved1F1B, LoopedBFS, OneFOneB, ZeroBubbleV, distribute_layers
+
+sys.path.insert(0, str(Path(__file__).parent))
+from tiny_runs import TinyTask, log
 
 VOCABULARY, WIDTH, LAYERS = 11, 8, 4
 AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None, gathered_for="step")
@@ -66,21 +68,9 @@ class Provider:
         return 0.0
 
 
-class NextToken:
-    def __init__(self):
-        self.accuracy = WeightedMean()
-
+class NextToken(TinyTask):
     def inputs(self, batch):
         return batch[:, 0], batch[:, 1]
-
-    def loss(self, out, shared):
-        counted = shared != -100
-        self.accuracy.update(((out.argmax(-1) == shared) & counted).sum(), counted.sum())
-        loss = F.cross_entropy(out.flatten(0, 1), shared.flatten(), ignore_index=-100, reduction="sum")
-        return LossSum(loss, counted.sum())
-
-    def metrics(self):
-        return {"accuracy": self.accuracy}
 
 
 def samples():
@@ -104,10 +94,6 @@ def trainer(ctx, directory, steps, **changes):
         **changes,
     )
     return Trainer(made, ctx=ctx, provider=Provider(), task=NextToken(), dataset=samples(), collate=torch.stack)
-
-
-def log(directory):
-    return [json.loads(line) for line in (Path(directory) / "log.jsonl").read_text().splitlines()]
 
 
 def found_by(made, ctx):

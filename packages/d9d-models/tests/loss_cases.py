@@ -38,11 +38,11 @@ class Case:
         return Case(*cast, self.labels, self.token_weights)
 
 
-def case(shape, classes, *, size=6, ignored=0.3, index=-100, bias=False, weighted=False, seed=0, device="cpu"):
-    draw = torch.Generator(device).manual_seed(seed)
-    kwargs = {"dtype": torch.float64, "device": device, "generator": draw}
-    labels = torch.randint(classes, shape, device=device, generator=draw)
-    labels[torch.rand(shape, device=device, generator=draw) < ignored] = index
+def case(shape, classes, *, size=6, ignored=0.3, index=-100, bias=False, weighted=False):
+    draw = torch.Generator().manual_seed(0)
+    kwargs = {"dtype": torch.float64, "generator": draw}
+    labels = torch.randint(classes, shape, generator=draw)
+    labels[torch.rand(shape, generator=draw) < ignored] = index
     return Case(
         torch.randn(*shape, size, **kwargs).requires_grad_(),
         torch.randn(classes, size, **kwargs).requires_grad_(),
