@@ -3,6 +3,8 @@
     python tools/bench_moe.py --host                                                   # the host's part; on CPU too
     python tools/bench_moe.py                                                          # one GPU
     python -m torch.distributed.run --standalone --nproc-per-node 2 tools/bench_moe.py # and spread over two
+    python -m torch.distributed.run --standalone --nproc-per-node 2 -m d9d.mesh.testing.gpu_rank 1 \\
+        tools/bench_moe.py --memory                                                    # two ranks on one
 
 Times are medians of forward and backward in milliseconds, bytes those that must move. Each line gives the ratio to a
 reference that is measured in the same run.
@@ -176,10 +178,8 @@ def bench_layer(*, profile: bool) -> None:
     layer = make_layer()
     x = random(4, TOKENS // 4, HIDDEN)
     upstream = torch.randn_like(x)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    peak = peak_gib(step(layer, x, upstream))
     ours = median_ms(step(layer, x, upstream), calls=STEPS)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     products = grouped_products_ms(layer, x.detach().flatten(0, 1))
     print(f"layer of the card, {TOKENS} tokens: {ours:.2f} ms, {peak:.2f} GiB beyond weights")
     print(f"  its grouped products alone: {products:.2f} ms, {products / ours:.1%} of it")
@@ -211,10 +211,39 @@ def print_kernels(run: Callable[[], None]) -> None:
             print(f"    {time:6.3f} ms  {time / total:5.1%}  {count:3d} x  {name[:110]}")
 
 
-def bench_spread() -> None:
+def spread_(layer: MoELayer, group: dist.ProcessGroup) -> None:
+    """Leave each rank its block of the experts."""
+    for name in ("gate_up_proj", "down_proj"):
+        block = getattr(layer.experts, name).detach().chunk(group.size())[group.rank()].clone()
+        setattr(layer.experts, name, nn.Parameter(block))
+    layer.set_expert_group(group)
+
+
+def peak_gib(run: Callable[[], None]) -> float:
+    """What a pass holds at most, beyond what is there; the first pass compiles."""
+    run()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    return (torch.cuda.max_memory_allocated() - before) / 2**30
+
+
+def bench_memory(group: dist.ProcessGroup) -> None:
+    """Peak memory of a layer whose experts are spread over all ranks, on the first one; no time is taken."""
+    layer = make_layer()
+    torch.manual_seed(1 + group.rank())
+    x = random(TOKENS, HIDDEN)
+    run = step(layer, x, torch.randn_like(x))
+    whole = peak_gib(run)
+    spread_(layer, group)
+    spread = peak_gib(run)
+    if group.rank() == 0:
+        print(f"{group.size()} ranks: {spread:.2f} GiB beyond weights, {whole:.2f} with all experts on each")
+
+
+def bench_spread(group: dist.ProcessGroup) -> None:
     """Experts spread over all ranks: the way there and back against one exchange, and the layer against itself."""
-    rank, ranks, group = dist.get_rank(), dist.get_world_size(), dist.group.WORLD
-    assert group is not None
+    rank, ranks = group.rank(), group.size()
     layer = make_layer()
     torch.manual_seed(1 + rank)
     x = random(TOKENS, HIDDEN)
@@ -232,14 +261,9 @@ def bench_spread() -> None:
         there = median_ms(lambda: dispatcher.dispatch(x, routing.ids_TK, routing.probs_TK), calls=STEPS)
         back = median_ms(lambda: dispatcher.combine(rows.x_NH, rows.handle), calls=STEPS)
 
-    for name in ("gate_up_proj", "down_proj"):
-        block = getattr(layer.experts, name).detach().chunk(ranks)[rank].clone()
-        setattr(layer.experts, name, nn.Parameter(block))
-    layer.set_expert_group(group)
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
+    spread_(layer, group)
+    peak = peak_gib(step(layer, x, upstream))
     spread = median_ms(step(layer, x, upstream), calls=STEPS)
-    peak = (torch.cuda.max_memory_allocated() - before) / 2**30
     if rank == 0:
         print(f"{ranks} GPUs: one all_to_all_single of the tokens sent {one:.3f} ms")
         print(f"  dispatch {there:.3f} ms, x {there / one:.2f}; combine {back:.3f} ms, x {back / one:.2f}")
@@ -294,6 +318,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="list the kernels of the layer")
     parser.add_argument("--host", action="store_true", help="only the time that the host spends")
+    parser.add_argument("--memory", action="store_true", help="only the memory of experts spread over ranks")
     arguments = parser.parse_args()
     if arguments.host:
         bench_host()
@@ -301,7 +326,8 @@ def main() -> None:
     if "WORLD_SIZE" in os.environ:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
-        bench_spread()
+        assert dist.group.WORLD is not None
+        (bench_memory if arguments.memory else bench_spread)(dist.group.WORLD)
         dist.destroy_process_group()
         return
     bench_kernels()

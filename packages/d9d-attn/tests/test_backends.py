@@ -232,11 +232,11 @@ def test_operators_keep_what_they_tell_the_compiler(flash_packages, packed):
         q = torch.randn(4, 10, 8).transpose(0, 1)
     settings = (cu, cu, *[5 if packed else None] * 2, 0.3, 2.0, True, None, 0, False)
     operands = [x.requires_grad_() for x in (q, k, v, sinks)]
-    torch.library.opcheck(operators.flash_attention_4_operator, (*operands, *settings))
+    torch.library.opcheck(operators.flash_attention_4_operator.registered, (*operands, *settings))
     q, k, v, sinks = (x.detach() for x in operands)
     out, lse = operators.flash_attention_4_operator(q, k, v, sinks, *settings)
     arguments = (torch.randn_like(out), None, q, k, v, out, lse, sinks, *settings)
-    torch.library.opcheck(operators.flash_attention_4_backward_operator, arguments)
+    torch.library.opcheck(operators.flash_attention_4_backward_operator.registered, arguments)
 
 
 @pytest.mark.parametrize("wanted", ["q", "v", "sinks"])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from d9d.mesh.testing import _gpu_rank, run_on_gpus
+from d9d.mesh.testing import gpu_rank, run_on_gpus
 
 
 @pytest.mark.parametrize(
@@ -25,7 +25,7 @@ def test_ranks_share_gpus_as_if_each_had_a_host_of_its_own(monkeypatch, tmp_path
     for rank, expected in enumerate(seen):
         environment = os.environ | {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "3"}
         monkeypatch.setattr(os, "environ", environment)
-        _gpu_rank.main(gpus, str(script), "--flag", "value")
+        gpu_rank.main(gpus, str(script), "--flag", "value")
         *how, found = sys.modules["beside"].told[-1]
         assert how == [[str(script), "--flag", "value"], "__main__"]
         assert (found["LOCAL_RANK"], found.get("NCCL_HOSTID")) == expected

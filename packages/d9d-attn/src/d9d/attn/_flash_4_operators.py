@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._operator import operator
 from ._second_derivative import refuse_second_derivative
 
 
@@ -25,7 +26,7 @@ def kernels() -> Any:
     return importlib.import_module("flash_attn.cute.interface")
 
 
-@torch.library.custom_op("d9d::flash_attention_4", mutates_args=())
+@operator("d9d::flash_attention_4")
 def flash_attention_4_operator(  # noqa: PLR0917 - operators take no keywords from autograd
     q: Tensor,
     k: Tensor,
@@ -71,7 +72,7 @@ def _(q: Tensor, _k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return q.new_empty([*positions, heads, v.shape[-1]]), q.new_empty(lse_shape, dtype=torch.float32)
 
 
-@torch.library.custom_op("d9d::flash_attention_4_backward", mutates_args=())
+@operator("d9d::flash_attention_4_backward")
 def flash_attention_4_backward_operator(  # noqa: PLR0917
     d_out: Tensor | None,
     d_lse: Tensor | None,

@@ -28,5 +28,5 @@ def run_on_gpus(script: str | Path, *arguments: str, ranks: int, timeout: float 
     if not gpus:
         raise RuntimeError(f"there is no GPU to run {script} on")
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    rank = ["-m", "d9d.mesh.testing._gpu_rank", str(gpus)]
+    rank = ["-m", "d9d.mesh.testing.gpu_rank", str(gpus)]
     subprocess.run([*launch, *rank, str(script), *arguments], check=True, timeout=timeout)
