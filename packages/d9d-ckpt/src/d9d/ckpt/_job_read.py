@@ -17,6 +17,8 @@ from ._json import JSON
 from ._load import fill_targets
 from ._local import local_part, require_tensors
 from ._manifest import Manifest, Stored
+from ._mapper import Group
+from ._mappers import Identity
 from ._names import natural_key, quote_with_nearest
 from ._source import Source, read_extents
 from ._spec import Region, TensorSpec
@@ -160,10 +162,10 @@ class JobCheckpoint:
             require_tensors(tensors)
             self._check(tensors, asked)
         with together(self._group):
-            jobs: list[tuple[None, Target]] = []
+            jobs: list[tuple[Group, Target]] = []
             for name, tensor in tensors.items():
                 local, region = local_part(name, tensor)
-                jobs.append((None, Target(region, local.dtype, local)))
+                jobs.append((Group([name], [name], Identity()), Target(region, local.dtype, local)))
             fill_targets(self._source, jobs, memory_budget=memory_budget, progress=progress)
 
     def per_rank(self) -> dict[str, Tensor | JSON] | None:
