@@ -26,6 +26,7 @@ from d9d.ckpt import (
     load,
     open_checkpoint,
 )
+from d9d.ckpt._collective import _gather_tensors
 
 
 @pytest.mark.gpu
@@ -33,6 +34,18 @@ def test_round_trips_on_cuda(tmp_path):
     ranks = min(2, torch.cuda.device_count())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     subprocess.run([*launch, __file__, tmp_path], check=True, timeout=300)
+
+
+@pytest.mark.gpu
+def test_what_ranks_tell_each_other_goes_over_nccl_alone():
+    dist.init_process_group("nccl", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        sent = torch.arange(17, dtype=torch.uint8)
+        (found,) = _gather_tensors(sent, None)  # of one rank, `all_gather` sends nothing
+    finally:
+        dist.destroy_process_group()
+    assert not found.is_cuda
+    assert torch.equal(found, sent)
 
 
 @pytest.mark.gpu
