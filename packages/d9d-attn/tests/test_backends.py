@@ -532,6 +532,18 @@ def test_a_mask_of_an_evaluation_serves_training(config):
     assert q.grad.isfinite().all()
 
 
+@pytest.mark.parametrize("mask", [None, torch.ones(3, 3, dtype=torch.bool)], ids=["None", "tensor"])
+def test_what_is_no_mask_says_what_to_give(config, mask):
+    backend = config.build()
+    x = torch.randn(1, 3, 2, 8)
+    message = rf"found {type(mask).__name__}; give AttentionMask\(\)"
+    with pytest.raises(TypeError, match=message):
+        backend(x, x, x, mask, scale=1.0)
+    if isinstance(backend, AttentionBackendWithLSE):
+        with pytest.raises(TypeError, match=message):
+            backend.with_lse(x, x, x, mask, scale=1.0)
+
+
 def test_bad_masks_say_what_is_wrong():
     with pytest.raises(ValueError, match="window must be at least 1 or None, found 0"):
         AttentionMask(window=0)
