@@ -253,6 +253,7 @@ def test_tensors_without_memory_of_their_own_are_all_listed(tmp_path):
     [
         (torch.nn.Linear(1, 1), r"got a Linear: give its state_dict\(\)"),
         ({"a": torch.ones(2), "step": 3}, "'step' is a int"),
+        ({"a": torch.ones(2), 1: torch.ones(2)}, "the name 1 is no string"),
     ],
 )
 def test_what_is_no_tensor_is_named(state, message, tmp_path):

@@ -170,6 +170,8 @@ def spec_after(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     Raises:
         ValueError: `dtype` is not floating: whole numbers are not what weights are.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype of torch is needed, such as torch.bfloat16, got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"floating tensors become another floating dtype, got {dtype}: use Cast for others")
     floating = spec.dtype.is_floating_point and spec.dtype.itemsize > 1

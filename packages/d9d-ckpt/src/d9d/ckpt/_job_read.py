@@ -69,16 +69,16 @@ class JobSource(Source):
         """The region, put together from chunks.
 
         Raises:
-            ValueError: A chunk differs from its checksum or from the manifest.
+            ValueError: The region is not within the tensor, or a chunk differs from its checksum or from the manifest.
             ReadError: A file cannot be read.
         """
-        return read_extents(region, self[region.name].dtype, self.extents(region))
+        return read_extents(region, self[region.name], self.extents(region))
 
     def chunk(self, name: str, stored: Stored) -> Tensor:
         """A stored chunk of any dtype, compared with its checksum."""
         block = self._block(stored, None)
         whole = Region.whole(name, block.spec)
-        return read_extents(whole, block.spec.dtype, [Extent(block, whole, whole.slices)])
+        return read_extents(whole, block.spec, [Extent(block, whole, whole.slices)])
 
     def _block(self, stored: Stored, dtype: torch.dtype | None) -> Block:
         key = stored.file, stored.key
