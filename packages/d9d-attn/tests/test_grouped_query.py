@@ -74,6 +74,12 @@ def test_the_narrower_window_counts_and_layers_share_what_is_made_of_it(of_mask)
     assert mask.within(None) is mask
 
 
+@pytest.mark.parametrize("mask", [None, torch.zeros(LENGTH, LENGTH)], ids=["None", "tensor"])
+def test_what_is_no_mask_says_what_to_give(mask):
+    with pytest.raises(TypeError, match=rf"found {type(mask).__name__}; give AttentionMask\(\)"):
+        make()(X, **TABLES, mask=mask)
+
+
 def test_dropout_is_for_training_only():
     block, plain = make(dropout=0.5), make()
     expected = plain(X, **TABLES, mask=AttentionMask())

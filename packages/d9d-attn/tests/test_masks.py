@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from d9d.attn import AttentionMask, Documents, Feature
+from d9d.attn import AttentionBackendWithLSE, AttentionMask, Documents, Feature
 
 sys.path.insert(0, str(Path(__file__).parent))
 from attention_oracle import EAGER, TORCH, can, oracle, values_and_gradients
@@ -165,6 +165,18 @@ def test_a_mask_of_an_evaluation_serves_training(config):
         backend(q, q, q, mask, scale=1.0)
     backend(q, q, q, mask, scale=1.0).sum().backward()
     assert q.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("mask", [None, torch.ones(3, 3, dtype=torch.bool)], ids=["None", "tensor"])
+def test_what_is_no_mask_says_what_to_give(config, mask):
+    backend = config.build()
+    x = torch.randn(1, 3, 2, 8)
+    message = rf"found {type(mask).__name__}; give AttentionMask\(\)"
+    with pytest.raises(TypeError, match=message):
+        backend(x, x, x, mask, scale=1.0)
+    if isinstance(backend, AttentionBackendWithLSE):
+        with pytest.raises(TypeError, match=message):
+            backend.with_lse(x, x, x, mask, scale=1.0)
 
 
 def test_bad_masks_say_what_is_wrong():

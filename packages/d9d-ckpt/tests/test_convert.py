@@ -104,8 +104,18 @@ def test_what_does_not_fit_is_refused_before_anything_is_written(tmp_path):
         convert(source, Identity(), tmp_path / "out", target={**source, "more": source["norm"]})
     with pytest.raises(FileNotFoundError):
         convert(source, Identity(), tmp_path / "out", copy_from=tmp_path / "absent")
-    with pytest.raises(ValueError, match="max_shard_bytes must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="max_shard_bytes must be a whole number of at least 1, got 0"):
         convert(source, Identity(), tmp_path / "out", max_shard_bytes=0)
+    with pytest.raises(ValueError, match="max_shard_bytes must be a whole number of at least 1, got '5GB'"):
+        convert(source, Identity(), tmp_path / "out", max_shard_bytes="5GB")
+    with pytest.raises(TypeError, match=r"such as torch\.bfloat16, got 'bfloat16'"):
+        convert(source, Identity(), tmp_path / "out", dtype="bfloat16")
+    for mapper in (None, Identity):
+        with pytest.raises(TypeError, match=r"a mapper is needed, such as Identity\(\), got"):
+            convert(source, mapper, tmp_path / "out")
+    for taken in (tmp_path, ".", "/"):
+        with pytest.raises(FileExistsError, match="exists: remove it or choose another name"):
+            convert(source, Identity(), taken)
     assert [path.name for path in tmp_path.iterdir()] == ["w.safetensors"]
     convert(source, Identity("norm"), tmp_path / "out", waive=["e.{e}.{w}", "step", "none", "scale"])
     assert read_all(tmp_path / "out").keys() == {"norm"}

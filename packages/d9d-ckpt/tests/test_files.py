@@ -66,6 +66,8 @@ def test_wrong_tensors_and_gaps_are_refused(tmp_path):
         writer.write("a", torch.zeros(2))
     with pytest.raises(ValueError, match="complex128, which safetensors files cannot hold"):
         TensorFileWriter(tmp_path / "3", {"a": TensorSpec([2], torch.complex128)})
+    with pytest.raises(ValueError, match=r"'a\\ud800' has half of a character"):
+        TensorFileWriter(tmp_path / "4", {"a\ud800": TensorSpec([2], torch.float32)})
     with pytest.raises(ValueError, match="cannot be called '__metadata__'"):
         TensorFileWriter(tmp_path / "4", {"__metadata__": TensorSpec([2], torch.float32)})
 

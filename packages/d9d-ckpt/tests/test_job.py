@@ -106,6 +106,7 @@ def test_names_shapes_and_dtypes_are_strict(tmp_path):  # case 31: nothing is dr
         ([{"a": {1}}], r"shared\['x'\]\[0\]\['a'\] is a set"),
         (torch.ones(1), r"shared\['x'\] is a Tensor"),
         (float, r"shared\['x'\] is a type"),
+        (-(10**4100), r"shared\['x'\] is an int of 13620 bits"),
     ],
 )
 def test_what_json_would_change_is_refused(tmp_path, value, message):
@@ -114,15 +115,57 @@ def test_what_json_would_change_is_refused(tmp_path, value, message):
     assert steps(tmp_path) == []
 
 
+@pytest.mark.parametrize(
+    ("state", "error", "message"),
+    [
+        ({"shared": []}, TypeError, "shared is a list: give values by name"),
+        ({"shared": None}, TypeError, "shared is a NoneType: give values by name"),
+        ({"per_rank": [("a", 1)]}, TypeError, "per_rank is a list: give values by name"),
+        ({"per_rank": {1: torch.ones(1), "1": torch.zeros(1)}}, TypeError, "per_rank has the key 1"),
+        ({"per_rank": {"a": torch.ones(1, device="meta")}}, ValueError, r"on meta have no data to write: \['a'\]"),
+        ({"per_rank": {"a": torch.ones(1).to_sparse()}}, ValueError, r"call `to_dense` first: \['a'\]"),
+        ({"tensors": {1: torch.ones(1)}}, TypeError, "the name 1 is no string"),
+        ({"tensors": {"\ud800": torch.ones(1)}}, ValueError, "half of a character"),
+        ({"step": True}, ValueError, r"step must be a whole number from 0 to 2\*\*63 - 1, got True"),
+        ({"step": 2**63}, ValueError, "step must be a whole number"),
+        ({"step": 1.0}, ValueError, "step must be a whole number"),
+    ],
+)
+def test_what_would_not_come_back_is_refused(tmp_path, state, error, message):
+    checkpoints = JobCheckpoints(tmp_path)
+    save(checkpoints, 1)
+    with pytest.raises(error, match=message):
+        checkpoints.save(**{"step": 2, "tensors": {}, "shared": {}, "per_rank": {}, **state})
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
+def test_a_save_that_cannot_be_read_is_an_error_and_removes_nothing(tmp_path, monkeypatch):
+    checkpoints = JobCheckpoints(tmp_path, keep=1)
+    save(checkpoints, 1)
+    monkeypatch.setattr("d9d.ckpt._manifest.Manifest.dumps", lambda self: "{}")
+    with pytest.raises(ValueError, match="the manifest is damaged"):
+        save(checkpoints, 2)
+    assert steps(tmp_path) == ["step-00000001", "step-00000002"]
+    assert checkpoints.latest().step == 1
+
+
+def test_a_file_in_place_of_the_directory_is_no_fresh_start(tmp_path):
+    (tmp_path / "job").write_text("")
+    with pytest.raises(NotADirectoryError, match="job"):
+        JobCheckpoints(tmp_path / "job").latest()
+
+
 def test_the_last_ones_are_kept(tmp_path):
     checkpoints = JobCheckpoints(tmp_path, keep=2)
     assert checkpoints.latest() is None
     for step in (8, 9, 10, 100):
         save(checkpoints, step)
     assert steps(tmp_path) == ["step-00000010", "step-00000100"]
-    with pytest.raises(ValueError, match="keep must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="keep must be a whole number of at least 1, got 0"):
         JobCheckpoints(tmp_path, keep=0)
-    with pytest.raises(ValueError, match="step must not be negative, got -1"):
+    with pytest.raises(ValueError, match="keep must be a whole number of at least 1, got 2.5"):
+        JobCheckpoints(tmp_path, keep=2.5)
+    with pytest.raises(ValueError, match="step must be a whole number from 0 .*, got -1"):
         save(checkpoints, -1)
 
 

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from d9d.ckpt import (
+    Cast,
     Concatenate,
     Group,
     Identity,
@@ -21,10 +22,13 @@ from d9d.ckpt import (
     Stack,
     TensorSpec,
     Tie,
+    Transpose,
     Unstack,
+    convert,
     export,
     load,
     open_checkpoint,
+    plan,
 )
 
 
@@ -89,6 +93,53 @@ def test_a_tied_head_is_written_once_and_an_untied_one_not_overwritten(tmp_path)
     save_file({**disk, "lm_head.weight": torch.randn(4, 2)}, tmp_path / "model.safetensors")
     with pytest.raises(PlanError, match="neither used nor waived: 'lm_head.weight'"):
         load(open_checkpoint(tmp_path), tied, state)
+
+
+OF_ONE = {
+    "tied": Tie("w", ["a", "b", "c"]),
+    "laid out differently": Sequential(
+        Tie("w", ["a", "x", "y"]),
+        Parallel(Identity("a"), Transpose("x", "b"), Reshape("y", "c", input_shape=(4, 2), output_shape=(8,))),
+    ),
+    "cast": Sequential(Cast("w", "x", dtype=torch.bfloat16), Tie("x", ["a", "b"])),
+    "copied": Sequential(
+        Cast("w", "x", dtype=torch.float16), Cast("x", "y", dtype=torch.float64), Tie("y", ["a", "b"])
+    ),
+    "of two": Sequential(
+        Tie("w.{i}", ["l.{i}", "r.{i}"]), Stack("l.{i}", "a", count=2), Stack("r.{i}", "b", count=2, dim=1)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OF_ONE)
+def test_what_is_made_of_the_same_is_read_once(name, tmp_path):
+    mapper = OF_ONE[name]
+    names = ["w.0", "w.1"] if name == "of two" else ["w"]
+    source = CountingSource({name: torch.randn(4, 2) for name in names})
+    expected = mapper.bind(source)[0].mapper.apply(source.tensors)
+    state = {name: torch.zeros_like(tensor) for name, tensor in expected.items()}
+    told = []
+    load(source, mapper, state, progress=lambda *args: told.append(args))
+    assert told[-1] == (plan(source, mapper).bytes_to_read,) * 2
+    convert(source, mapper, tmp_path / "written", max_shard_bytes=1)
+    assert [region.name for region in source.regions] == names * 2
+    written = open_checkpoint(tmp_path / "written")
+    for output, tensor in expected.items():
+        assert torch.equal(state[output], tensor)
+        assert torch.equal(written.read(Region.whole(output, written[output])), tensor)
+
+
+def test_tied_tensors_of_different_dtypes_or_of_common_memory_have_their_own_values():
+    source = CountingSource({"w": torch.randn(4, 2)})
+    tie = Tie("w", ["a", "x"])
+    state = {"a": torch.zeros(4, 2), "b": torch.zeros(4, 2, dtype=torch.bfloat16)}
+    load(source, Sequential(tie, Parallel(Identity("a"), Cast("x", "b", dtype=torch.bfloat16))), state)
+    assert torch.equal(state["a"], source.tensors["w"])
+    assert torch.equal(state["b"], source.tensors["w"].bfloat16())
+    memory = torch.zeros(5, 2)
+    load(source, tie, {"a": memory[:4], "x": memory[1:]})
+    assert torch.equal(memory[1:], source.tensors["w"])
+    assert torch.equal(memory[0], source.tensors["w"][0])
 
 
 def test_a_stage_reads_exactly_its_own(tmp_path):  # case 36
@@ -202,6 +253,7 @@ def test_tensors_without_memory_of_their_own_are_all_listed(tmp_path):
     [
         (torch.nn.Linear(1, 1), r"got a Linear: give its state_dict\(\)"),
         ({"a": torch.ones(2), "step": 3}, "'step' is a int"),
+        ({"a": torch.ones(2), 1: torch.ones(2)}, "the name 1 is no string"),
     ],
 )
 def test_what_is_no_tensor_is_named(state, message, tmp_path):

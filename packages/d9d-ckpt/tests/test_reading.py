@@ -16,6 +16,7 @@ from d9d.ckpt import (
     Cast,
     Chunk,
     Concatenate,
+    Group,
     Identity,
     Parallel,
     Prefix,
@@ -114,7 +115,8 @@ def test_any_region_of_any_file_comes_to_any_memory(tmp_path_factory, data):
         patch.setattr(hands, "_MAX_BUFFERS", data.draw(st.sampled_from([3, 1024])))
         patch.setattr(hands, "_SERIAL", data.draw(st.sampled_from([1, 7, 32767])))
         into = strided_like(data, expected)
-        fill_targets(source, [(None, Target(region, dtype, into))], memory_budget=0, progress=None)
+        group = Group(["a"], ["a"], Identity())
+        fill_targets(source, [(group, Target(region, dtype, into))], memory_budget=0, progress=None)
         assert torch.equal(bits(into), bits(expected))
         assert torch.equal(bits(source.read(region)), bits(expected))
 

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-from d9d.ckpt import CheckpointError, Region, TensorSpec, open_checkpoint
+from d9d.ckpt import CheckpointError, JobCheckpoints, Region, TensorSpec, open_checkpoint
 
 
 def write_sharded(directory, files, weight_map):
@@ -91,6 +91,20 @@ def test_missing_and_damaged_files_are_named(tmp_path):
     (tmp_path / "x.index.json").write_text("[]")
     with pytest.raises(ValueError, match="is no index"):
         open_checkpoint(tmp_path / "x.index.json")
+
+
+@pytest.mark.parametrize("region", [([-1, 0], [1, 3]), ([1, 0], [2, 3]), ([0], [1]), ([0, 0], [1]), ([0, 0], [1, -1])])
+def test_a_region_beyond_its_tensor_is_refused(tmp_path, region):
+    save_file({"a": A, "z": A.clone()}, tmp_path / "w.safetensors")
+    JobCheckpoints(tmp_path / "job").save(1, {"a": A, "z": A}, shared={}, per_rank={})
+    for path in (tmp_path / "w.safetensors", tmp_path / "job" / "step-00000001"):
+        with pytest.raises(ValueError, match=r"is not within 'a', which is \[2, 3\] float32"):
+            open_checkpoint(path).read(Region("a", *region))
+
+
+def test_what_is_no_path_is_named():
+    with pytest.raises(TypeError, match="a path or a list of paths is needed, got None"):
+        open_checkpoint(None)
 
 
 @settings(deadline=None, max_examples=50)

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.placement_types import _StridedShard
 
 from d9d.ckpt import Identity, convert, export, load, open_checkpoint
+from d9d.ckpt._collective import all_gather
 from d9d.ckpt._files import TensorFileWriter
 from d9d.ckpt._local import local_region
 from d9d.mesh.testing import run_world
@@ -62,6 +63,18 @@ def check_regions() -> None:
 
 def test_local_regions_of_even_uneven_empty_and_strided_shards():
     run_world(4, check_regions)
+
+
+def check_objects() -> None:
+    rank = dist.get_rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "numpy", None)  # it needs numpy, which may not be there
+        assert all_gather("x" * rank, None) == ["x" * other for other in range(dist.get_world_size())]
+        assert all_gather(None, None) == [None] * dist.get_world_size()
+
+
+def test_ranks_tell_each_other_objects_of_any_length_without_numpy():
+    run_world(4, check_objects)
 
 
 def check_round_trip(root: Path) -> None:

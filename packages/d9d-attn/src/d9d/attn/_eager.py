@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._backend import AttentionBackend, AttentionBackendConfig, Capabilities, attention_backends
 from ._feature import Feature
-from ._mask import AttentionMask
+from ._mask import AttentionMask, require_mask
 
 
 @attrs.frozen
@@ -50,6 +50,7 @@ class EagerAttention:
         dropout: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """Attend, and give the log-sum-exp; see AttentionBackend."""
+        require_mask(mask)
         with _without_autocast(q_BSHD.device.type):
             batch, queries, heads, _ = q_BSHD.shape
             keys, key_heads = k_BTGD.shape[1:3]

@@ -19,7 +19,7 @@ from ._backend import HALF_PRECISION, AttentionBackend, AttentionBackendConfig, 
 from ._eager import EagerAttention
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
-from ._mask import AttentionMask
+from ._mask import AttentionMask, require_mask
 from ._second_derivative import refuse_second_derivative
 from ._sinks import add_sinks
 from ._varlen import Sequences, sequences_of, window_bounds
@@ -225,6 +225,7 @@ class FlashAttention2:
         soft_cap: float | None,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
+        require_mask(mask)
         if mask.bias is not None:
             raise ValueError("the attention backend 'flash_attention_2' has no bias; use 'torch', 'flex' or 'eager'")
         batch, queries = q_BSHD.shape[:2]

@@ -21,7 +21,7 @@ from ._backend import (
 )
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
-from ._mask import AttentionMask
+from ._mask import AttentionMask, require_mask
 from ._varlen import sequences_of, window_bounds
 
 _MODULE = "flash_attn.cute"
@@ -149,6 +149,7 @@ class FlashAttention4:
         soft_cap: float | None,
         dropout: float,
     ) -> tuple[Tensor, Tensor]:
+        require_mask(mask)
         if mask.bias is not None or dropout:
             raise ValueError(
                 "the attention backend 'flash_attention_4' has no bias and no dropout; use 'torch', 'flex' or 'eager'"

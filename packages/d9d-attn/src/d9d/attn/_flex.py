@@ -16,7 +16,7 @@ from ._eager import EagerAttention
 from ._feature import Feature
 from ._flex_mask import bias_at, block_mask_of
 from ._head_dims import pad_head_dim
-from ._mask import AttentionMask
+from ._mask import AttentionMask, require_mask
 from ._sinks import add_sinks
 
 ScoreFunction = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -117,6 +117,7 @@ class FlexAttention:
         dropout: float,
         lse: bool,
     ) -> tuple[Tensor, Tensor | None]:
+        require_mask(mask)
         if dropout:
             raise ValueError(f"the attention backend 'flex' has no dropout, found {dropout!r}; use 'torch' or 'eager'")
         if mask.bias is not None and mask.bias.requires_grad and torch.is_grad_enabled():

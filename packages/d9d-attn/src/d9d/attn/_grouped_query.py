@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ._backend import AttentionBackendConfig, AttentionNeed
 from ._feature import Feature
-from ._mask import AttentionMask
+from ._mask import AttentionMask, require_mask
 from ._norm import RMSNorm
 from ._norm_rotary import norm_and_rotate
 from ._selection import BackendSelector
@@ -170,7 +170,9 @@ class GroupedQueryAttention(nn.Module):
 
         Raises:
             ValueError: The backend asked for cannot do what the mask needs, or nothing can.
+            TypeError: The mask is None or a tensor.
         """
+        require_mask(mask)
         config = self.config
         q_BSHD, k_BSGD, v_BSGE, gate_BSHE = self._project(x_BSH)
         q_BSHD, k_BSGD = norm_and_rotate(

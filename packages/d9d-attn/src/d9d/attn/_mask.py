@@ -247,5 +247,15 @@ class AttentionMask:
         return Visibility(visible | blind, blind)
 
 
+def require_mask(mask: object) -> None:
+    """Raises a TypeError for None or a tensor, with which others say who sees whom."""
+    if not isinstance(mask, AttentionMask):
+        raise TypeError(
+            f"mask must be an AttentionMask, found {type(mask).__name__}; give AttentionMask(), by which a query sees "
+            "keys up to its own, AttentionMask(causal=False), by which it sees all, or AttentionMask(causal=False, "
+            "bias=tensor)"
+        )
+
+
 def _make_mask(causal: bool, window: int | None, documents: Documents | None, bias: Tensor | None) -> AttentionMask:  # noqa: FBT001
     return AttentionMask(causal=causal, window=window, documents=documents, bias=bias)

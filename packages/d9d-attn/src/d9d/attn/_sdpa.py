@@ -29,7 +29,7 @@ from ._eager import EagerAttention
 from ._feature import Feature
 from ._head_dims import next_multiple, pad_head_dim
 from ._installed import is_installed, is_recent
-from ._mask import AttentionMask
+from ._mask import AttentionMask, require_mask
 from ._varlen import sequences_of, window_bounds
 
 KERNELS = {
@@ -133,6 +133,7 @@ class TorchAttention:
         Raises:
             ValueError: Sinks or a soft cap are given, or there are not as many keys as values.
         """
+        require_mask(mask)
         if k_BTGD.shape[:3] != v_BTGE.shape[:3]:  # on CPU torch says nothing
             raise ValueError(
                 f"there must be a value for each key, found keys of the shape {tuple(k_BTGD.shape)!r} and values of "

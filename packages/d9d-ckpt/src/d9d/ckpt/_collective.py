@@ -7,7 +7,7 @@ import itertools
 import pickle
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -37,10 +37,6 @@ def all_gather(value: T, group: ProcessGroup | None) -> list[T]:
     """Every rank's value, in order of ranks."""
     if size_of(group) == 1:
         return [value]
-    if "cpu:" not in dist.get_backend_config(group):  # it goes through device memory
-        gathered: list[Any] = [None] * size_of(group)
-        dist.all_gather_object(gathered, value, group)
-        return gathered
     # torch's collective of objects needs numpy, which torch does not bring
     mine = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
     lengths = [int(length) for length in _gather_tensors(torch.tensor([len(mine)]), group)]
@@ -51,9 +47,17 @@ def all_gather(value: T, group: ProcessGroup | None) -> list[T]:
 
 
 def _gather_tensors(tensor: Tensor, group: ProcessGroup | None) -> list[Tensor]:
-    gathered = [torch.empty_like(tensor) for _ in range(size_of(group))]
-    dist.all_gather(gathered, tensor, group)
-    return gathered
+    """Every rank's tensor, which all have the same shape and are on the CPU, in order of ranks."""
+    sent = tensor.to(_device_of(group))
+    gathered = [torch.empty_like(sent) for _ in range(size_of(group))]
+    dist.all_gather(gathered, sent, group)
+    return [each.cpu() for each in gathered]
+
+
+def _device_of(group: ProcessGroup | None) -> torch.device:
+    """Where a group takes tensors: on the CPU if it can."""
+    cpu = "cpu:" in dist.get_backend_config(group)  # such as "cpu:gloo,cuda:nccl"
+    return torch.device("cpu") if cpu else torch.device("cuda", torch.cuda.current_device())
 
 
 def agree(failure: Exception | None, group: ProcessGroup | None) -> None:

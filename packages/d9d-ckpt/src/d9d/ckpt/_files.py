@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ._dtypes import DTYPE_NAMES
 from ._memory import memory_of
+from ._parse_json import is_text
 from ._spec import TensorSpec
 
 
@@ -25,7 +26,7 @@ class TensorFileWriter:
     all are aligned), then by name. Leaving the context without an error makes the file durable.
 
     Raises:
-        ValueError: A spec has a dtype that the format lacks, or a name that it keeps for itself.
+        ValueError: A spec has a dtype that the format lacks, or a name that it cannot hold or keeps for itself.
     """
 
     def __init__(self, path: Path, specs: Mapping[str, TensorSpec]) -> None:
@@ -37,6 +38,8 @@ class TensorFileWriter:
             raise ValueError("a tensor cannot be called '__metadata__' in a safetensors file: rename it")
         end = 0
         for name, spec in sorted(specs.items(), key=lambda item: (-item[1].dtype.itemsize, item[0])):
+            if not is_text(name):
+                raise ValueError(f"{name!r} has half of a character, which safetensors files cannot hold: rename it")
             if spec.dtype not in DTYPE_NAMES:
                 raise ValueError(f"{name!r} has dtype {spec.dtype}, which safetensors files cannot hold")
             start, end = end, end + spec.nbytes

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 
 import attrs
 import torch
@@ -16,6 +16,8 @@ from ._mapper import Group
 from ._source import Source
 from ._spec import Region, TensorSpec
 from ._stream import Batch
+
+_Views = Callable[[Tensor], Sequence[Tensor] | None]
 
 
 @attrs.frozen(eq=False)
@@ -46,69 +48,77 @@ class Target:
             self.done(made)
 
 
-def batches_of(source: Source, group: Group | None, targets: Sequence[Target]) -> Iterator[Batch]:
-    """The reads that fill regions of a group's outputs: a batch for each, but one for all that need the whole group.
+def batches_of(source: Source, group: Group, targets: Sequence[Target]) -> Iterator[Batch]:
+    """The reads that fill regions of a group's outputs.
 
-    Without a group, the targets are regions of the source itself.
+    A batch for all that need the whole group, and one for those that are made of the same regions.
     """
-    whole = [target for target in targets if group is not None and group.mapper.pull(target.want) is None]
-    if group is not None and whole:
-        yield _of_whole_group(source, group, whole)
+    whole: list[Target] = []
+    alike: dict[Hashable, tuple[Sequence[Region], _Views | None, list[Target]]] = {}
     for target in targets:
-        if target in whole:
+        needs = group.mapper.pull(target.want)
+        if needs is None:
+            whole.append(target)
             continue
-        if group is None:
-            yield _in_place(source, target, [target.want], _itself)
-            continue
-        needs = group.mapper.pull(target.want) or ()
-        views = functools.partial(input_views, group.mapper, target.want)
-        # a tensor with strides of its own may have no view of some shape; one to be made is contiguous
-        into = torch.empty(target.want.shape, dtype=target.dtype, device="meta") if target.into is None else target.into
-        if views(into) is None or len(set(needs)) < len(needs):  # what is wanted twice is read once, and copied
-            yield _of_copies(source, group, target, list(dict.fromkeys(needs)))
+        views = _views_of(group, target, needs)
+        # where targets share memory, the later one is made anew; of others with a dtype, views hold the same values
+        key = target if target.alone else (tuple(needs), views and target.dtype)
+        alike.setdefault(key, (needs, views, []))[2].append(target)
+    if whole:
+        yield _of_whole_group(source, group, whole)
+    for needs, views, some in alike.values():
+        if views is None:
+            yield _of_copies(source, group, some, list(dict.fromkeys(needs)))
         else:
-            yield _in_place(source, target, needs, views)
+            yield _in_place(source, group, some, needs, views)
 
 
-def _itself(into: Tensor) -> Sequence[Tensor]:
-    return [into]
+def _views_of(group: Group, target: Target, needs: Sequence[Region]) -> _Views | None:
+    """What makes the views of a target's memory into which `needs` can be read; None where they must be copied."""
+    views = functools.partial(input_views, group.mapper, target.want)
+    # a tensor with strides of its own may have no view of some shape; one to be made is contiguous
+    into = torch.empty(target.want.shape, dtype=target.dtype, device="meta") if target.into is None else target.into
+    return None if len(set(needs)) < len(needs) or views(into) is None else views
 
 
-def _in_place(
-    source: Source, target: Target, needs: Sequence[Region], views: Callable[[Tensor], Sequence[Tensor] | None]
-) -> Batch:
-    """Reads regions to where they belong in the target."""
+def _in_place(source: Source, group: Group, targets: Sequence[Target], needs: Sequence[Region], views: _Views) -> Batch:
+    """Reads regions to where they belong in the first of the targets, and makes the others of what is there."""
+    first, *others = targets
     values: list[Tensor] = []
 
+    def parts() -> Mapping[Region, Tensor]:
+        views_of_needs = views(values[0])
+        assert views_of_needs is not None, "there were, of a tensor with these strides"
+        return dict(zip(needs, views_of_needs, strict=True))
+
     def start() -> Iterator[Fill]:
-        into = buffer(target.want.shape, target.dtype) if target.into is None else target.into
-        values.append(into)
-        parts = views(into)
-        assert parts is not None, "there were, of a tensor with these strides"
-        for region, part in zip(needs, parts, strict=True):
+        values.append(buffer(first.want.shape, first.dtype) if first.into is None else first.into)
+        for region, part in parts().items():
             yield from _fills(source, region, part)
 
     def finish() -> None:
-        into = values.pop()  # the batch lives on, its memory must not
-        if target.done is not None:
-            target.done(into)
+        if first.done is not None:
+            first.done(values[0])
+        for other in others:
+            other.put(group.make(other.want, parts()))
+        values.clear()  # the batch lives on, its memory must not
 
-    held = (0 if target.into is not None else target.nbytes) + target.extra_nbytes
-    return Batch(_nbytes(source, needs), held, start, finish, target.alone)
+    held = (0 if first.into is not None else first.nbytes) + max(target.extra_nbytes for target in targets)
+    return Batch(_nbytes(source, needs), held, start, finish, first.alone)
 
 
-def _of_copies(source: Source, group: Group, target: Target, needs: Sequence[Region]) -> Batch:
-    """Reads the regions that make a region of an output, makes it, copies it."""
+def _of_copies(source: Source, group: Group, targets: Sequence[Target], needs: Sequence[Region]) -> Batch:
+    """Reads the regions that make regions of outputs, makes these one after the other, copies them."""
     inputs: dict[Region, Tensor] = {}
 
     def finish() -> None:
-        made = group.make(target.want, inputs)
+        for target in targets:
+            target.put(group.make(target.want, inputs))
         inputs.clear()  # the batch lives on, its memory must not
-        target.put(made)
 
     nbytes = _nbytes(source, needs)
-    held = nbytes + target.nbytes + target.extra_nbytes
-    return Batch(nbytes, held, lambda: _fresh(source, needs, inputs), finish, target.alone)
+    held = nbytes + max(target.nbytes + target.extra_nbytes for target in targets)
+    return Batch(nbytes, held, lambda: _fresh(source, needs, inputs), finish, targets[0].alone)
 
 
 def _of_whole_group(source: Source, group: Group, targets: Sequence[Target]) -> Batch:
@@ -160,6 +170,8 @@ def spec_after(spec: TensorSpec, dtype: torch.dtype | None) -> TensorSpec:
     Raises:
         ValueError: `dtype` is not floating: whole numbers are not what weights are.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"a dtype of torch is needed, such as torch.bfloat16, got {dtype!r}")
     if dtype is not None and not dtype.is_floating_point:
         raise ValueError(f"floating tensors become another floating dtype, got {dtype}: use Cast for others")
     floating = spec.dtype.is_floating_point and spec.dtype.itemsize > 1

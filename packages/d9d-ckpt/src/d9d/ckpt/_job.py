@@ -52,8 +52,8 @@ class JobCheckpoints:
     """
 
     def __init__(self, root: str | PathLike[str], *, group: ProcessGroup | None = None, keep: int = 2) -> None:
-        if keep < 1:
-            raise ValueError(f"keep must be at least 1, got {keep!r}")
+        if type(keep) is not int or keep < 1:
+            raise ValueError(f"keep must be a whole number of at least 1, got {keep!r}")
         self._root = Path(root)
         self._group = group
         self._keep = keep
@@ -79,20 +79,21 @@ class JobCheckpoints:
             per_rank: This rank's own state: plain tensors, or what JSON gives back as it is.
 
         Raises:
-            TypeError: A value that JSON would not give back as it is.
-            ValueError: The ranks' tensors do not fit together.
+            TypeError: A value that JSON would not give back as it is, or names that are no strings.
+            ValueError: The ranks' tensors do not fit together, or the step is no whole number.
             PeerError: Another rank failed.
         """
-        if step < 0:
-            raise ValueError(f"step must not be negative, got {step!r}")
         with together(self._group):
+            if type(step) is not int or not 0 <= step < 2**63:  # type(), as True is an int
+                raise ValueError(f"step must be a whole number from 0 to 2**63 - 1, got {step!r}")
             attempts = [saved.attempt for saved in self._scan() if saved.step == step]
         attempt = max(all_gather(max(attempts, default=0), self._group)) + 1
-        directory = self._root / _Saved(step, attempt).name
+        saved = _Saved(step, attempt)
+        directory = self._root / saved.name
         write_job_checkpoint(directory, step, tensors, shared=shared, per_rank=per_rank, group=self._group)
         with together(self._group):
             if rank_of(self._group) == 0:
-                self._prune(step)
+                self._prune(saved)
 
     def latest(self) -> JobCheckpoint | None:
         """The last complete checkpoint, None if there is none. Collective.
@@ -124,7 +125,10 @@ class JobCheckpoints:
 
     def _scan(self) -> list[_Saved]:
         """What lies in the directory, last first; a file of such a name is not ours."""
-        names = [path.name for path in self._root.iterdir() if path.is_dir()] if self._root.is_dir() else []
+        try:
+            names = [path.name for path in self._root.iterdir() if path.is_dir()]
+        except FileNotFoundError:
+            names = []
         return sorted((saved for saved in map(_Saved.parse, names) if saved is not None), reverse=True)
 
     def _complete(self) -> Iterator[_Saved]:
@@ -137,18 +141,20 @@ class JobCheckpoints:
                 continue
             yield saved
 
-    def _prune(self, step: int) -> None:
-        """Removes what the checkpoint of `step` makes superfluous; what a later version wrote stays."""
+    def _prune(self, last: _Saved) -> None:
+        """Removes what `last`, if it is complete, makes superfluous; what a later version wrote stays."""
         last_try: dict[int, _Saved] = {}
         superfluous: list[_Saved] = []
         for saved in self._scan():
-            if saved.step > step:
+            if saved.step > last.step:
                 continue
             try:
                 Manifest.read(self._root / saved.name)
             except UnknownFormatError:
                 continue
             except (ValueError, OSError):
+                if saved == last:
+                    raise
                 superfluous.append(saved)
                 continue
             if saved.step in last_try or len(last_try) == self._keep:

@@ -17,6 +17,8 @@ from ._json import JSON
 from ._load import fill_targets
 from ._local import local_part, require_tensors
 from ._manifest import Manifest, Stored
+from ._mapper import Group
+from ._mappers import Identity
 from ._names import natural_key, quote_with_nearest
 from ._source import Source, read_extents
 from ._spec import Region, TensorSpec
@@ -67,16 +69,16 @@ class JobSource(Source):
         """The region, put together from chunks.
 
         Raises:
-            ValueError: A chunk differs from its checksum or from the manifest.
+            ValueError: The region is not within the tensor, or a chunk differs from its checksum or from the manifest.
             ReadError: A file cannot be read.
         """
-        return read_extents(region, self[region.name].dtype, self.extents(region))
+        return read_extents(region, self[region.name], self.extents(region))
 
     def chunk(self, name: str, stored: Stored) -> Tensor:
         """A stored chunk of any dtype, compared with its checksum."""
         block = self._block(stored, None)
         whole = Region.whole(name, block.spec)
-        return read_extents(whole, block.spec.dtype, [Extent(block, whole, whole.slices)])
+        return read_extents(whole, block.spec, [Extent(block, whole, whole.slices)])
 
     def _block(self, stored: Stored, dtype: torch.dtype | None) -> Block:
         key = stored.file, stored.key
@@ -160,10 +162,10 @@ class JobCheckpoint:
             require_tensors(tensors)
             self._check(tensors, asked)
         with together(self._group):
-            jobs: list[tuple[None, Target]] = []
+            jobs: list[tuple[Group, Target]] = []
             for name, tensor in tensors.items():
                 local, region = local_part(name, tensor)
-                jobs.append((None, Target(region, local.dtype, local)))
+                jobs.append((Group([name], [name], Identity()), Target(region, local.dtype, local)))
             fill_targets(self._source, jobs, memory_budget=memory_budget, progress=progress)
 
     def per_rank(self) -> dict[str, Tensor | JSON] | None:

@@ -14,7 +14,7 @@ from ._collective import all_gather, rank_of, size_of, together
 from ._files import TensorFileWriter, write_text
 from ._json import JSON, check_json
 from ._layout import Layout, gather_layout
-from ._local import is_dtensor, local_part
+from ._local import is_dtensor, local_part, require_data
 from ._manifest import MANIFEST, Manifest, RankPart, Stored
 from ._publish import published
 from ._spec import Region, TensorSpec
@@ -31,11 +31,15 @@ def write_job_checkpoint(
     group: ProcessGroup | None,
 ) -> None:
     """Writes one checkpoint. Collective; see `JobCheckpoints.save`."""
-    own_tensors = {name: value for name, value in per_rank.items() if isinstance(value, Tensor)}
-    own_values = {name: value for name, value in per_rank.items() if not isinstance(value, Tensor)}
     with together(group):
+        for state, path in ((shared, "shared"), (per_rank, "per_rank")):
+            if not isinstance(state, Mapping):
+                raise TypeError(f"{path} is a {type(state).__name__}: give values by name")
+        own_tensors = {name: value for name, value in per_rank.items() if isinstance(value, Tensor)}
+        own_values = {name: value for name, value in per_rank.items() if not isinstance(value, Tensor)}
         check_json(dict(shared), "shared")
-        check_json(own_values, "per_rank")
+        check_json({**own_values, **dict.fromkeys(own_tensors)}, "per_rank")
+        require_data(own_tensors)
         for name, tensor in own_tensors.items():
             if is_dtensor(tensor):
                 raise TypeError(f"per_rank[{name!r}] is a DTensor, which is no rank's own")
@@ -65,7 +69,7 @@ def write_job_checkpoint(
                 stored: dict[str, list[Stored]] = {name: [] for name in layout.specs}
                 for chunk in itertools.chain.from_iterable(shares):
                     stored[chunk.region.name].append(chunk)
-                manifest = Manifest(step=step, shared=shared, specs=layout.specs, stored=stored, ranks=parts)
+                manifest = Manifest(step=step, shared=dict(shared), specs=layout.specs, stored=stored, ranks=parts)
                 write_text(partial / MANIFEST, manifest.dumps())
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from ._collective import all_gather, together
-from ._local import local_part, require_dense, require_tensors
+from ._local import local_part, require_data, require_tensors
 from ._names import natural_key
 from ._spec import Region, TensorSpec
 
@@ -41,11 +41,7 @@ def gather_layout(state: Mapping[str, Tensor], group: ProcessGroup | None) -> La
     """
     with together(group):
         require_tensors(state)
-        # found out on the way, it would leave other ranks waiting
-        absent = [name for name, tensor in state.items() if tensor.is_meta]
-        if absent:
-            raise ValueError(f"tensors on meta have no data to write: {absent!r}")
-        require_dense(state)
+        require_data(state)  # found out on the way, it would leave other ranks waiting
         mine = {
             name: (TensorSpec.of(tensor), local_part(name, tensor)[1], tensor.device.type)
             for name, tensor in state.items()

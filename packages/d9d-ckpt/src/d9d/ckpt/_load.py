@@ -61,7 +61,7 @@ def load(
     ]
     if differing:
         raise PlanError(differing)
-    jobs: list[tuple[Group | None, Target]] = []
+    jobs: list[tuple[Group, Target]] = []
     for group in planned.groups:
         for name in group.outputs:
             if name in state:
@@ -71,9 +71,9 @@ def load(
 
 
 def fill_targets(
-    source: Source, jobs: Sequence[tuple[Group | None, Target]], *, memory_budget: int, progress: Progress | None
+    source: Source, jobs: Sequence[tuple[Group, Target]], *, memory_budget: int, progress: Progress | None
 ) -> None:
-    """Fills tensors that are there, by their groups or as they are; of several that are one tensor, the last."""
+    """Fills tensors that are there, by their groups; of several that are one tensor, the last."""
     jobs = [(group, target) for group, target in jobs if target.want.numel]
     require_memory({target.want.name: target.into for _, target in jobs if target.into is not None})
     jobs = _of_distinct_memory(jobs)
@@ -86,7 +86,7 @@ def fill_targets(
     run_batches(batches, memory_budget=memory_budget, progress=progress)
 
 
-def _batches(source: Source, jobs: Sequence[tuple[Group | None, Target]]) -> Iterator[Batch]:
+def _batches(source: Source, jobs: Sequence[tuple[Group, Target]]) -> Iterator[Batch]:
     return batches_of(source, jobs[0][0], [target for _, target in jobs])
 
 
@@ -124,7 +124,7 @@ class _Memory:
         return cls(tensor.untyped_storage().data_ptr(), start, end, (tensor.shape, tensor.stride(), tensor.dtype))
 
 
-def _of_distinct_memory(jobs: Sequence[tuple[Group | None, Target]]) -> list[tuple[Group | None, Target]]:
+def _of_distinct_memory(jobs: Sequence[tuple[Group, Target]]) -> list[tuple[Group, Target]]:
     """Without those whose tensor a later one fills; those that share a part of their memory are marked."""
     last = {_Memory.of(target.into): (group, target) for group, target in jobs if target.into is not None}
     kept = {id(target) for _, target in last.values()}

@@ -28,11 +28,20 @@ def require_dense(tensors: Mapping[str, Tensor]) -> None:
         raise ValueError(f"tensors of a sparse layout are neither read nor written, call `to_dense` first: {sparse!r}")
 
 
+def require_data(tensors: Mapping[str, Tensor]) -> None:
+    """Raises a ValueError that lists the tensors on meta, or else sparse ones: they cannot be written."""
+    absent = [name for name, tensor in tensors.items() if tensor.is_meta]
+    if absent:
+        raise ValueError(f"tensors on meta have no data to write: {absent!r}")
+    require_dense(tensors)
+
+
 def require_tensors(state: Mapping[str, Tensor]) -> None:
-    """Raises a TypeError that names what is no tensor, as of a module or the state of an optimizer."""
+    """Raises a TypeError that names what is no tensor, as of a module or the state of an optimizer, or no name."""
     if not isinstance(state, Mapping):
         raise TypeError(f"tensors by name are needed, got a {type(state).__name__}: give its state_dict()")
     others = [f"{name!r} is a {type(value).__name__}" for name, value in state.items() if not isinstance(value, Tensor)]
+    others += [f"the name {name!r} is no string" for name in state if not isinstance(name, str)]
     if others:
         raise TypeError(f"tensors by name are needed, but {', '.join(others)}")
 

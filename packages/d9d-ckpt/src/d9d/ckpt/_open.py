@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from os import PathLike
 from pathlib import Path
 
@@ -28,6 +28,8 @@ def open_checkpoint(path: str | PathLike[str] | Sequence[str | PathLike[str]]) -
     if isinstance(path, (str, PathLike)):
         job = job_directory(Path(path))
         return FileSource(locate(Path(path))) if job is None else JobSource(job, Manifest.read(job))
+    if not isinstance(path, Iterable):
+        raise TypeError(f"a path or a list of paths is needed, got {path!r}")
     paths = list(map(Path, path))
     if not paths:
         raise ValueError("a checkpoint of no paths: name at least one")

@@ -65,7 +65,7 @@ class Plan:
                 unknown.add(name)
                 continue
             region = Region.whole(name, self.outputs[name]) if isinstance(each, str) else each
-            if not _inside(region, self.outputs[name]):
+            if not region.is_within(self.outputs[name]):
                 problems.append(f"selected, but not within {name!r}, which is {self.outputs[name]}: {region}")
             wants.setdefault(name, []).append(region)
         nearest = quote_with_nearest(unknown, self.outputs.keys())
@@ -175,11 +175,4 @@ def _restricted(
         {name: inputs[name] for name in taken},
         {name: wants[name] for group in chosen for name in group.outputs if name in wants},
         {name: files[name] for name in taken if name in files},
-    )
-
-
-def _inside(region: Region, spec: TensorSpec) -> bool:
-    return len(region.offset) == len(region.shape) == len(spec.shape) and all(
-        offset >= 0 and length >= 0 and offset + length <= extent
-        for offset, length, extent in zip(region.offset, region.shape, spec.shape)
     )

@@ -27,11 +27,12 @@ def published(directory: Path, group: ProcessGroup | None) -> Generator[Path]:
     Raises:
         FileExistsError: `directory` exists.
     """
+    with together(group):
+        if rank_of(group) == 0 and (directory.exists() or directory.is_symlink()):  # though it lead nowhere
+            raise FileExistsError(f"{str(directory)!r} exists: remove it or choose another name")
     partial = directory.with_name(f".{directory.name}{PARTIAL}")
     with together(group):
         if rank_of(group) == 0:
-            if directory.exists() or directory.is_symlink():  # though it lead nowhere
-                raise FileExistsError(f"{str(directory)!r} exists: remove it or choose another name")
             if partial.exists():
                 shutil.rmtree(partial)
             partial.mkdir(parents=True)

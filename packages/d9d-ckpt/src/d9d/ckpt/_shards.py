@@ -52,8 +52,8 @@ def cut_shards(
         ranks: Number of ranks.
         held: How many bytes of a tensor ranks have already.
     """
-    if max_bytes < 1:
-        raise ValueError(f"max_shard_bytes must be at least 1, got {max_bytes!r}")
+    if not isinstance(max_bytes, int) or max_bytes < 1:
+        raise ValueError(f"max_shard_bytes must be a whole number of at least 1, got {max_bytes!r}")
     runs: list[list[str]] = [[]]
     size = 0
     for name in sorted(specs, key=natural_key):

@@ -35,6 +35,7 @@ class Source(Mapping[str, TensorSpec]):
 
         Raises:
             OSError: It cannot be read.
+            ValueError: It is not within the tensor.
         """
 
     def extents(self, region: Region) -> Sequence[Extent] | None:
@@ -87,12 +88,18 @@ class FileSource(Source):
         return [Extent(self._located[region.name].block, region, whole)]
 
     def read(self, region: Region) -> Tensor:
-        return read_extents(region, self[region.name].dtype, self.extents(region))
+        return read_extents(region, self[region.name], self.extents(region))
 
 
-def read_extents(region: Region, dtype: torch.dtype, extents: Sequence[Extent]) -> Tensor:
-    """The region of a tensor, put together from where it lies."""
-    values = torch.empty(region.shape, dtype=dtype)
+def read_extents(region: Region, spec: TensorSpec, extents: Sequence[Extent]) -> Tensor:
+    """The region of a tensor, put together from where it lies.
+
+    Raises:
+        ValueError: It is not within the tensor.
+    """
+    if not region.is_within(spec):
+        raise ValueError(f"{region} is not within {region.name!r}, which is {spec}")
+    values = torch.empty(region.shape, dtype=spec.dtype)
     read_now(Fill(extent, values[extent.index]) for extent in extents)
     return values
 

@@ -100,6 +100,13 @@ class Region:
         for first in range(start, stop, step):
             yield from self.replaced(dim, first, min(step, stop - first)).cut(limit)
 
+    def is_within(self, spec: TensorSpec) -> bool:
+        """Whether a tensor of this spec has all of it."""
+        return len(self.offset) == len(self.shape) == len(spec.shape) and all(
+            offset >= 0 and length >= 0 and offset + length <= extent
+            for offset, length, extent in zip(self.offset, self.shape, spec.shape)
+        )
+
     def intersect(self, other: Region) -> Region | None:
         """What both regions of one tensor cover; None where that is empty."""
         offset = tuple(map(max, self.offset, other.offset))

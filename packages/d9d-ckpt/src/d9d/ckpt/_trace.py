@@ -23,6 +23,8 @@ def trace(
         it; the problems.
     """
     require_list(waive)
+    if mapper is None or isinstance(mapper, type):
+        raise TypeError(f"a mapper is needed, such as Identity(), got {mapper!r}")
     with collector_paused():
         return _trace(dict(source), mapper, waive)
 

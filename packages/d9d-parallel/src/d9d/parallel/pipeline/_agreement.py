@@ -1,5 +1,6 @@
 """All ranks of a pipeline mean the same step, or all of them say what is wrong: before anything is sent."""
 
+import functools
 import hashlib
 from collections.abc import Sequence
 from typing import Any
@@ -21,7 +22,7 @@ class Signature:
     inputs: TreeForm
     shared: TreeForm
 
-    @property
+    @functools.cached_property
     def key(self) -> str:
         """The same for equal signatures, in every process."""
         return f"{self.inputs!r} {self.shared!r}"
