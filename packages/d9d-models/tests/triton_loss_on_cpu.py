@@ -51,6 +51,15 @@ for lay_out, (rows, columns), chosen, weighted, shard, with_gradient in CASES:
     if with_gradient:
         assert in_place.data_ptr() == logits.data_ptr()
         torch.testing.assert_close(in_place.double(), gradient, rtol=1e-5, atol=1e-6)
+for lay_out in LAYOUTS:
+    logits, labels, weights = torch.randn(3, 37), torch.tensor([3, 36, 30]), torch.tensor([0.0, 0.5, 2.0])
+    logits[:, 3] = -torch.inf  # a label that cannot be, of a token that does not count
+    in_gaps = [torch.stack((x, 5 + x), 1)[:, 0] for x in (labels, weights)]
+    for shard, with_gradient in itertools.product((None, OneShard()), (False, True)):
+        kept = {"options": LossOptions(), "shard": shard, "with_gradient": with_gradient}
+        wanted, _ = torch_chunk_loss(logits.clone(), labels, weights, **kept)
+        found, _ = _triton.triton_chunk_loss(lay_out(logits), *in_gaps, **kept)
+        torch.testing.assert_close(found, wanted)
 possible = torch.randn(3, 37)
 possible[:, :20] = -torch.inf  # the first block has no class that can be
 labels = torch.full((3,), 30)
