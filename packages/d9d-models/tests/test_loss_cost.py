@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.profiler import profile
 
 from d9d.models import linear_cross_entropy, token_cross_entropy, token_entropies, token_log_probs
 
@@ -61,6 +62,20 @@ def test_logits_that_fit_into_the_gradient_of_the_weight_take_no_memory_and_no_c
     found = linear_cross_entropy(sample.hidden, transposed, sample.labels, **fits).sum
     assert products == [(2, 80), (2, 10), (80, 10)] * 5
     torch.testing.assert_close(torch.autograd.grad(found, [sample.hidden, transposed]), wanted)
+
+
+def test_the_loss_of_logits_within_the_gradient_takes_no_memory_of_their_size():
+    sample, most = case((64,), 1024, size=64), 8 * 1024 * 8
+    with profile(profile_memory=True) as profiled:
+        linear_cross_entropy(sample.hidden, sample.weight, sample.labels, soft_cap=3.0, max_logits_bytes=most)
+    taken = [event.self_cpu_memory_usage for event in profiled.events()]
+    assert [size for size in taken if size > most] == [sample.weight.nbytes]
+
+
+def test_a_gradient_that_replaces_logits_is_made_within_half_of_their_memory(products):
+    sample = case((8,), 2000, size=8)
+    linear_cross_entropy(sample.hidden, sample.weight, sample.labels, max_logits_bytes=3 * 2000 * 8)
+    assert products == [(8, 2000), (8, 8), *[(250, 8)] * 8]  # 375 classes have room, tiles are of 256
 
 
 @pytest.mark.parametrize(

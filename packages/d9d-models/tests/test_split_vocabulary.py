@@ -67,6 +67,30 @@ def test_a_vocabulary_split_over_ranks_is_the_whole(ranks):
     assert all(rank == found[0] for rank in found)
 
 
+def ranks_apart():
+    """Ranks whose parts' gradients have memory of other kinds, or none, for the logits of all tokens."""
+    group = dist.group.WORLD
+    for is_apart in ({"transposed": True}, {"frozen": True}):
+        sample = case((7,), 5, size=9)
+        shard = VocabularyShard(group, 5)
+        held = slice(shard.start, shard.start + shard.held)
+        weight = sample.weight.detach()[held]
+        if "transposed" in is_apart:  # a rank's one class, and none, are in one piece all the same
+            weight = weight.T.contiguous().T
+        part = attrs.evolve(sample, weight=weight.requires_grad_("frozen" not in is_apart or shard.held > 1))
+        kept = {"shard": shard, "max_logits_bytes": 3 * 8 * shard.length}
+        found = linear_cross_entropy(part.hidden, part.weight, part.labels, **kept).sum
+        wanted = oracle(sample).sum()
+        of_hidden, *of_part = torch.autograd.grad(found, part.operands)
+        expected, of_whole = torch.autograd.grad(wanted, sample.operands)
+        torch.testing.assert_close((found, of_hidden), (wanted, expected), rtol=1e-10, atol=1e-12)
+        assert all(torch.allclose(x, of_whole[held], rtol=1e-10, atol=1e-12) for x in of_part)
+
+
+def test_ranks_meet_though_some_have_memory_for_all_logits_and_others_not():
+    run_world(4, ranks_apart)
+
+
 def test_a_part_of_another_size_is_refused():
     [message] = run_world(1, refused_part)
     assert "rank 0 of 1 holds 4 of 4 classes, got a weight of 5" in message

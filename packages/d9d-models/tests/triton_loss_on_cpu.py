@@ -6,7 +6,7 @@ import torch
 
 from d9d.models._cross_entropy import _triton
 from d9d.models._cross_entropy._options import LossOptions
-from d9d.models._cross_entropy._torch import torch_chunk_loss
+from d9d.models._cross_entropy._torch import torch_chunk_loss_
 
 
 class OneShard:
@@ -45,21 +45,29 @@ for lay_out, (rows, columns), chosen, weighted, shard, with_gradient in CASES:
     labels = torch.randint(-1, columns, (rows,))
     weights = torch.rand(rows) if weighted else None
     kept = {"options": LossOptions(ignore_index=-1, **chosen), "shard": shard, "with_gradient": with_gradient}
-    wanted, gradient = torch_chunk_loss(logits.double(), labels, weights.double() if weighted else None, **kept)
-    found, in_place = _triton.triton_chunk_loss(logits, labels, weights, **kept)
+    exact = logits.double()
+    wanted = torch_chunk_loss_(exact, labels, weights.double() if weighted else None, **kept)
+    found = _triton.triton_chunk_loss_(logits, labels, weights, **kept)
     torch.testing.assert_close(found.double(), wanted, rtol=1e-5, atol=1e-5)
     if with_gradient:
-        assert in_place.data_ptr() == logits.data_ptr()
-        torch.testing.assert_close(in_place.double(), gradient, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(logits.double(), exact, rtol=1e-5, atol=1e-6)
+for lay_out in LAYOUTS:
+    logits, labels, weights = torch.randn(3, 37), torch.tensor([3, 36, 30]), torch.tensor([0.0, 0.5, 2.0])
+    logits[:, 3] = -torch.inf  # a label that cannot be, of a token that does not count
+    in_gaps = [torch.stack((x, 5 + x), 1)[:, 0] for x in (labels, weights)]
+    for shard, with_gradient in itertools.product((None, OneShard()), (False, True)):
+        kept = {"options": LossOptions(), "shard": shard, "with_gradient": with_gradient}
+        wanted = torch_chunk_loss_(logits.clone(), labels, weights, **kept)
+        found = _triton.triton_chunk_loss_(lay_out(logits), *in_gaps, **kept)
+        torch.testing.assert_close(found, wanted)
 possible = torch.randn(3, 37)
 possible[:, :20] = -torch.inf  # the first block has no class that can be
 labels = torch.full((3,), 30)
 for lay_out in LAYOUTS:
-    found, in_place = _triton.triton_chunk_loss(
-        lay_out(possible), labels, None, options=LossOptions(), shard=None, with_gradient=True
-    )
+    logits = lay_out(possible)
+    found = _triton.triton_chunk_loss_(logits, labels, None, options=LossOptions(), shard=None, with_gradient=True)
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(possible, labels, reduction="none"))
-    assert in_place.isfinite().all()
+    assert logits.isfinite().all()
 nothing = _triton._Columns(torch.empty(0, 4).T, labels.new_zeros(4), None, LossOptions(), OneShard())
 assert (nothing.statistics()[1:] == 0).all()  # a rank without classes
 nothing.gradient_(torch.zeros(4))

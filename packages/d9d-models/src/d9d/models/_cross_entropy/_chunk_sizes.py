@@ -16,12 +16,12 @@ def rows_within(
 ) -> int:
     """How many tokens a chunk may have: as many on all ranks."""
     classes = weight_VH.shape[0] if shard is None else shard.length
-    chunk = max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
-    return chunk if chunk <= ALIGNMENT else chunk - chunk % ALIGNMENT
+    return max(1, max_logits_bytes // max(1, classes * logits_dtype.itemsize))
 
 
 def even_chunk(rows: int, most: int) -> int:
     """How many rows a chunk has, so that all have about as many: a small last one costs nearly as much as a whole."""
+    most = most if most <= ALIGNMENT else most - most % ALIGNMENT
     even = -(-rows // max(1, -(-rows // most)))
     return even if even <= ALIGNMENT else -(-even // ALIGNMENT) * ALIGNMENT
 

@@ -143,7 +143,7 @@ def _linear_cross_entropy(  # noqa: PLR0917 - operators take no keywords from au
         shard=shard,
         chunk=chunk,
         needs=(needs[0], needs[1], needs[2]),
-        chunk_loss=CHUNK_FUNCTIONS[functions]().loss,
+        functions=CHUNK_FUNCTIONS[functions](),
         precision=Precision(logits=logits_dtype, weight_gradient=weight_gradient_dtype),
     )
     return total.masked_fill_(wrong_N.any(), torch.nan), *gradients.or_empty(hidden_NH)

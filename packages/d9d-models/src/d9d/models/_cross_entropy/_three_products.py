@@ -34,10 +34,10 @@ class ChunkLoss(Protocol):
         options: LossOptions,
         shard: VocabularyShard | None,
         with_gradient: bool,
-    ) -> tuple[Tensor, Tensor]:
-        """The losses (C,), fp32 or fp64, and the gradient of their sum, which may lie in the logits' memory.
+    ) -> Tensor:
+        """The losses (C,), fp32 or fp64; puts the gradient of their sum in the logits' place.
 
-        Logits of a token lie side by side, or those of a class. Without ``with_gradient`` nobody looks at the gradient.
+        Logits of a token lie side by side, or those of a class. Without ``with_gradient`` nobody looks at them again.
         """
         ...
 
@@ -46,8 +46,11 @@ class ChunkLoss(Protocol):
 class ChunkFunctions:
     """A backend that goes chunk by chunk."""
 
-    loss: ChunkLoss
+    loss_: ChunkLoss
     """Of the logits of a chunk."""
+
+    loss_takes_memory: bool
+    """Whether that takes memory besides, in proportion to the logits it is given."""
 
     scale_: Callable[[Tensor, Tensor], None]
     """Multiplies a gradient, whose numbers lie side by side in some order, by one number in fp32 or fp64, (1,)."""
@@ -76,17 +79,20 @@ def sum_and_gradients(
     shard: VocabularyShard | None,
     chunk: int,
     needs: tuple[bool, bool, bool],
-    chunk_loss: ChunkLoss,
+    functions: ChunkFunctions,
     precision: Precision,
 ) -> tuple[Tensor, Gradients]:
     """The sum, 0-dim, and its gradients; ``needs`` says which: of hidden states, weight, bias."""
     gradients = Gradients.new(hidden_NH, weight_VH, needs=needs, shard=shard, weight_dtype=precision.weight_gradient)
     total = hidden_NH.new_zeros((), dtype=wide(hidden_NH.dtype))
     weight_VH = weight_VH.to(hidden_NH.dtype)
+    even = even_chunk(len(hidden_NH), chunk)
     lent = None
-    if 2 * chunk < len(hidden_NH) and precision.logits == hidden_NH.dtype:
+    if 2 * even < len(hidden_NH) and precision.logits == hidden_NH.dtype:
         lent = gradients.memory_for_logits(len(hidden_NH), precision.logits)
-    size = even_chunk(len(hidden_NH), chunk) if lent is None else len(hidden_NH)
+    size = even if lent is None else len(hidden_NH)
+    # Ranks meet in the loss: chunk by chunk, though some may have lent memory and others not.
+    size_of_loss = even if functions.loss_takes_memory or shard is not None else size
     memory = hidden_NH.new_empty((size, len(weight_VH)), dtype=precision.logits) if lent is None else lent
     counted_N = counted(labels_N, weights_N, options.ignore_index)
     for rows in chunks(len(hidden_NH), size):
@@ -94,17 +100,19 @@ def sum_and_gradients(
         logits = multiply(hidden, weight_VH.T, memory[: len(hidden)])
         if bias_V is not None:
             logits += bias_V
-        losses, gradient = chunk_loss(
-            logits,
-            labels_N[rows],
-            None if weights_N is None else weights_N[rows],
-            options=options,
-            shard=shard,
-            with_gradient=any(needs),
-        )
-        total += losses.sum()
+        labels, weights = labels_N[rows], None if weights_N is None else weights_N[rows]
+        for part in chunks(len(hidden), size_of_loss):
+            losses = functions.loss_(
+                logits[part],
+                labels[part],
+                None if weights is None else weights[part],
+                options=options,
+                shard=shard,
+                with_gradient=any(needs),
+            )
+            total += losses.sum()
         if lent is not None:
-            gradients.replace_(gradient, hidden, weight_VH, chunk * len(weight_VH) * precision.logits.itemsize // 2)
+            gradients.replace_(logits, hidden, weight_VH, chunk * len(weight_VH) * precision.logits.itemsize // 2)
         elif any(needs):
-            gradients.add_(rows, gradient, hidden, weight_VH)
+            gradients.add_(rows, logits, hidden, weight_VH)
     return total, gradients.finished(hidden_NH.dtype, shard)

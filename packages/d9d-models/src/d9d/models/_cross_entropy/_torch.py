@@ -13,7 +13,7 @@ from ._three_products import ChunkFunctions
 from ._vocabulary import VocabularyShard
 
 
-def torch_chunk_loss(
+def torch_chunk_loss_(
     logits_CV: Tensor,
     labels_C: Tensor,
     weights_C: Tensor | None,
@@ -21,7 +21,7 @@ def torch_chunk_loss(
     options: LossOptions,
     shard: VocabularyShard | None,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `ChunkLoss`."""
     targets = Targets.of(labels_C, weights_C, logits_CV.shape[1], options.ignore_index, shard)
     if options.soft_cap is not None:
@@ -33,7 +33,7 @@ def torch_chunk_loss(
         gradient_(logits_CV, log_norm_C1, targets, options, shard)
         if slope is not None:
             logits_CV.mul_(slope)
-    return losses_C1[:, 0], logits_CV
+    return losses_C1[:, 0]
 
 
 def torch_scale_(gradient: Tensor, factor_1: Tensor) -> None:
@@ -41,7 +41,7 @@ def torch_scale_(gradient: Tensor, factor_1: Tensor) -> None:
     gradient.mul_(factor_1)
 
 
-CHUNK_FUNCTIONS["torch"] = lambda: ChunkFunctions(loss=torch_chunk_loss, scale_=torch_scale_)
+CHUNK_FUNCTIONS["torch"] = lambda: ChunkFunctions(loss_=torch_chunk_loss_, loss_takes_memory=True, scale_=torch_scale_)
 
 
 @attrs.frozen(kw_only=True)

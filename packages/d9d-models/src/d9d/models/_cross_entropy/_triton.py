@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ._kernel import column_gradient, column_statistics, scale_unless_one, softmax_rows
+from ._labels import counted
 from ._options import LossOptions
 from ._vocabulary import VocabularyShard
 
@@ -20,7 +21,7 @@ BLOCK_CLASSES, BLOCK_TOKENS, MAX_PARTS = 32, 128, 16
 SCALE_STEPS, SCALE_BLOCK = 64, 4096
 
 
-def triton_chunk_loss(
+def triton_chunk_loss_(
     logits_CV: Tensor,
     labels_C: Tensor,
     weights_C: Tensor | None,
@@ -28,17 +29,18 @@ def triton_chunk_loss(
     options: LossOptions,
     shard: VocabularyShard | None,
     with_gradient: bool,
-) -> tuple[Tensor, Tensor]:
+) -> Tensor:
     """See `ChunkLoss`. Logits of a token lie side by side, or those of a class, in a dtype of at most 32 bits."""
     chunk_of = _Rows if logits_CV.stride(1) == 1 else _Columns
-    chunk = chunk_of(logits_CV, labels_C, weights_C, options, shard)
+    dense_C = None if weights_C is None else weights_C.contiguous()
+    chunk = chunk_of(logits_CV, labels_C.contiguous(), dense_C, options, shard)
     with torch.cuda.device_of(logits_CV):  # Triton launches on the current device
         if isinstance(chunk, _Rows) and with_gradient and shard is None:
-            return chunk.losses_and_gradient_(), logits_CV
+            return chunk.losses_and_gradient_()
         log_norm_C, losses_C = _losses(chunk)
         if with_gradient:
             chunk.gradient_(log_norm_C)
-    return losses_C, logits_CV
+    return losses_C
 
 
 def triton_scale_(gradient: Tensor, factor_1: Tensor) -> None:
@@ -101,7 +103,7 @@ def _losses(chunk: _Chunk) -> tuple[Tensor, Tensor]:
         losses_C.sub_(options.label_smoothing / chunk.classes * plain_sum)
     if chunk.weights_C is not None:
         losses_C.mul_(chunk.weights_C)
-    return log_norm_C, losses_C.masked_fill_(chunk.labels_C == options.ignore_index, 0.0)
+    return log_norm_C, losses_C.where(counted(chunk.labels_C, chunk.weights_C, options.ignore_index), 0.0)
 
 
 class _Rows(_Chunk):

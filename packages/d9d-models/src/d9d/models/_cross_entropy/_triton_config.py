@@ -48,9 +48,9 @@ class TritonLinearCrossEntropyConfig(LinearCrossEntropyConfig):
 
 
 def _load() -> ChunkFunctions:
-    from ._triton import triton_chunk_loss, triton_scale_  # noqa: PLC0415 - takes a second
+    from ._triton import triton_chunk_loss_, triton_scale_  # noqa: PLC0415 - takes a second
 
-    return ChunkFunctions(loss=triton_chunk_loss, scale_=triton_scale_)
+    return ChunkFunctions(loss_=triton_chunk_loss_, loss_takes_memory=False, scale_=triton_scale_)
 
 
 CHUNK_FUNCTIONS["triton"] = _load
