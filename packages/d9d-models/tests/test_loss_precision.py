@@ -8,7 +8,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from d9d.models import linear_cross_entropy, token_cross_entropy
+from d9d.models import TorchLinearCrossEntropyConfig, linear_cross_entropy, token_cross_entropy
+from d9d.models._cross_entropy._chunked import ChunkedLinearCrossEntropy
 
 sys.path.insert(0, str(Path(__file__).parent))
 from loss_cases import Largest, case, oracle
@@ -31,6 +32,42 @@ def assert_near(found, wanted, tolerance=2**-7):
     for gradient, truth in zip(found, wanted, strict=True):
         assert gradient.dtype == torch.bfloat16
         assert (gradient.double() - truth).norm() < tolerance * truth.norm()
+
+
+class RoundsLogits(TorchLinearCrossEntropyConfig):
+    """The formulas of torch where the backends of a GPU have theirs: on logits in the dtype of the hidden states."""
+
+    def build(self):
+        return ChunkedLinearCrossEntropy(functions="torch", rounds_logits=True)
+
+
+def in_gaps(x):
+    """The same numbers, with others between them."""
+    return x.repeat_interleave(2, 1)[:, ::2]
+
+
+@pytest.mark.parametrize("tokens", [64, 65])  # the last that the fp32 gradient of a class has room for, and one more
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("options", [{}, {"label_smoothing": 0.1, "z_loss": 1e-2, "soft_cap": 3.0}])
+def test_narrow_logits_within_a_wide_gradient_give_what_they_give_in_one_piece(tokens, dtype, options):
+    sample = case((tokens,), 50, size=32, bias=True).as_dtype(dtype)
+    kept = {"bias_V": sample.bias, "backend": RoundsLogits()}
+    found, wanted = (
+        linear_cross_entropy(
+            sample.hidden, sample.weight, sample.labels, max_logits_bytes=memory, **kept, **options
+        ).sum
+        for memory in (1 << 10, 1 << 20)
+    )
+    torch.testing.assert_close(found, wanted)
+    pairs = zip(torch.autograd.grad(found, sample.operands), torch.autograd.grad(wanted, sample.operands), strict=True)
+    assert all((a - b).norm() <= 2**-8 * b.norm() for a, b in pairs)
+
+
+def test_a_weight_of_no_class_may_lie_in_gaps():
+    hidden, weight = torch.randn(12, 8).bfloat16(), in_gaps(torch.empty(0, 8).bfloat16()).requires_grad_()
+    ignored = torch.full((12,), -100)
+    loss = linear_cross_entropy(hidden, weight, ignored, backend=RoundsLogits(), max_logits_bytes=0).sum
+    assert torch.autograd.grad(loss, weight)[0].shape == (0, 8)
 
 
 def test_a_thousand_chunks_lose_nothing_of_the_weights_gradient_to_bf16():

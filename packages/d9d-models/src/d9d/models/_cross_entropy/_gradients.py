@@ -48,7 +48,9 @@ class Gradients:
     def memory_for_logits(self, tokens: int, dtype: torch.dtype) -> Tensor | None:
         """(tokens, V) in the memory of the weight's gradient, for `replace_`; None where that is too small."""
         total = self.weight_VH
-        if total is None or not total.is_contiguous() or total.shape[1] * total.itemsize < tokens * dtype.itemsize:
+        if total is None or total.shape[1] * total.itemsize < tokens * dtype.itemsize:
+            return None
+        if total.stride() != (total.shape[1], 1):  # a weight of no class may be contiguous, and in gaps
             return None
         return total.view(dtype)[:, :tokens].T
 

@@ -49,9 +49,6 @@ class ChunkFunctions:
     loss_: ChunkLoss
     """Of the logits of a chunk."""
 
-    loss_takes_memory: bool
-    """Whether that takes memory besides, in proportion to the logits it is given."""
-
     scale_: Callable[[Tensor, Tensor], None]
     """Multiplies a gradient, whose numbers lie side by side in some order, by one number in fp32 or fp64, (1,)."""
 
@@ -84,25 +81,24 @@ def sum_and_gradients(
 ) -> tuple[Tensor, Gradients]:
     """The sum, 0-dim, and its gradients; ``needs`` says which: of hidden states, weight, bias."""
     gradients = Gradients.new(hidden_NH, weight_VH, needs=needs, shard=shard, weight_dtype=precision.weight_gradient)
-    total = hidden_NH.new_zeros((), dtype=wide(hidden_NH.dtype))
     weight_VH = weight_VH.to(hidden_NH.dtype)
-    even = even_chunk(len(hidden_NH), chunk)
+    size = even_chunk(len(hidden_NH), chunk)
     lent = None
-    if 2 * even < len(hidden_NH) and precision.logits == hidden_NH.dtype:
+    if 2 * size < len(hidden_NH) and precision.logits == hidden_NH.dtype:
         lent = gradients.memory_for_logits(len(hidden_NH), precision.logits)
-    size = even if lent is None else len(hidden_NH)
-    # Ranks meet in the loss: chunk by chunk, though some may have lent memory and others not.
-    size_of_loss = even if functions.loss_takes_memory or shard is not None else size
     memory = hidden_NH.new_empty((size, len(weight_VH)), dtype=precision.logits) if lent is None else lent
     counted_N = counted(labels_N, weights_N, options.ignore_index)
-    for rows in chunks(len(hidden_NH), size):
+    losses = [hidden_NH.new_zeros(1, dtype=wide(hidden_NH.dtype))]
+    for rows in chunks(len(hidden_NH), len(memory)):
         hidden = without_uncounted(hidden_NH[rows], counted_N[rows])
         logits = multiply(hidden, weight_VH.T, memory[: len(hidden)])
         if bias_V is not None:
             logits += bias_V
         labels, weights = labels_N[rows], None if weights_N is None else weights_N[rows]
-        for part in chunks(len(hidden), size_of_loss):
-            losses = functions.loss_(
+        # Chunk by chunk in any case: the loss may take as much memory again, and is where ranks meet, of whom some may
+        # have lent memory and others not.
+        for part in chunks(len(hidden), size):
+            loss_C = functions.loss_(
                 logits[part],
                 labels[part],
                 None if weights is None else weights[part],
@@ -110,9 +106,9 @@ def sum_and_gradients(
                 shard=shard,
                 with_gradient=any(needs),
             )
-            total += losses.sum()
+            losses.append(loss_C)
         if lent is not None:
             gradients.replace_(logits, hidden, weight_VH, chunk * len(weight_VH) * precision.logits.itemsize // 2)
         elif any(needs):
             gradients.add_(rows, logits, hidden, weight_VH)
-    return total, gradients.finished(hidden_NH.dtype, shard)
+    return torch.cat(losses).sum(), gradients.finished(hidden_NH.dtype, shard)

@@ -41,7 +41,7 @@ def torch_scale_(gradient: Tensor, factor_1: Tensor) -> None:
     gradient.mul_(factor_1)
 
 
-CHUNK_FUNCTIONS["torch"] = lambda: ChunkFunctions(loss_=torch_chunk_loss_, loss_takes_memory=True, scale_=torch_scale_)
+CHUNK_FUNCTIONS["torch"] = lambda: ChunkFunctions(loss_=torch_chunk_loss_, scale_=torch_scale_)
 
 
 @attrs.frozen(kw_only=True)

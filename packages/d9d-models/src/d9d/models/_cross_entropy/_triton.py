@@ -15,9 +15,8 @@ from ._labels import counted
 from ._options import LossOptions
 from ._vocabulary import VocabularyShard
 
-MAX_BLOCK = 4096
-WARPS = 8
-BLOCK_CLASSES, BLOCK_TOKENS, MAX_PARTS = 32, 128, 16
+MAX_BLOCK, BLOCK_A_WARP = 32_768, 1024
+BLOCK_CLASSES, BLOCK_TOKENS, WARPS, MAX_PARTS = 32, 128, 8, 64
 SCALE_STEPS, SCALE_BLOCK = 64, 4096
 
 
@@ -131,6 +130,7 @@ class _Rows(_Chunk):
     ) -> None:
         """What the kernel does not touch may be anything."""
         rows, columns = self.logits_CV.shape
+        block = min(MAX_BLOCK, 1 << max(4, (columns - 1).bit_length()))  # a power of 2
         kernel: Any = softmax_rows[(rows,)]
         kernel(
             self.logits_CV,
@@ -153,8 +153,8 @@ class _Rows(_Chunk):
             HAS_SMOOTHING=self.options.label_smoothing > 0,
             STATISTICS=make_statistics,
             GRADIENT=make_gradient,
-            BLOCK=min(MAX_BLOCK, 1 << max(4, (columns - 1).bit_length())),  # a power of 2
-            num_warps=WARPS,
+            BLOCK=block,
+            num_warps=max(1, block // BLOCK_A_WARP),
         )
 
 

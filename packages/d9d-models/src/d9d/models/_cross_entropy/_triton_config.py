@@ -50,7 +50,7 @@ class TritonLinearCrossEntropyConfig(LinearCrossEntropyConfig):
 def _load() -> ChunkFunctions:
     from ._triton import triton_chunk_loss_, triton_scale_  # noqa: PLC0415 - takes a second
 
-    return ChunkFunctions(loss_=triton_chunk_loss_, loss_takes_memory=False, scale_=triton_scale_)
+    return ChunkFunctions(loss_=triton_chunk_loss_, scale_=triton_scale_)
 
 
 CHUNK_FUNCTIONS["triton"] = _load
