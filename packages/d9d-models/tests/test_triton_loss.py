@@ -173,6 +173,21 @@ def test_logits_beyond_two_to_the_31_elements_within_the_gradient_are_right():  
 
 
 @pytest.mark.gpu
+def test_more_blocks_of_classes_than_a_dim_of_a_grid_has_are_right():
+    hidden, weight, _, labels, _ = draw(tokens=30, classes=65_536 * 32 + 1, size=16)
+    found, wanted = (
+        torch.autograd.grad(
+            linear_cross_entropy(
+                hidden, weight, labels, backend="triton", max_logits_bytes=2 * tokens * len(weight)
+            ).sum,
+            (hidden, weight),
+        )
+        for tokens in (8, 30)  # in the memory of the weight's gradient, and side by side
+    )
+    assert all((a - b).norm() < 2**-6 * b.norm() for a, b in zip(found, wanted))
+
+
+@pytest.mark.gpu
 def test_a_gpu_that_is_not_the_current_one_will_do():
     if torch.cuda.device_count() < 2:
         pytest.skip("takes 2 GPUs")

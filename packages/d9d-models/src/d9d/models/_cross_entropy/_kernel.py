@@ -164,9 +164,10 @@ def column_gradient(  # noqa: PLR0917 - a kernel
     BLOCK_CLASSES: tl.constexpr,
     BLOCK_TOKENS: tl.constexpr,
 ):
-    """A program so many tokens and classes."""
-    token = tl.program_id(0) * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
-    row = (tl.program_id(1) * BLOCK_CLASSES + tl.arange(0, BLOCK_CLASSES)).to(tl.int64)
+    """A program so many tokens and classes, in a grid of one dim: CUDA takes at most 65,535 blocks along another."""
+    blocks = tl.cdiv(n_tokens, BLOCK_TOKENS)
+    token = tl.program_id(0) % blocks * BLOCK_TOKENS + tl.arange(0, BLOCK_TOKENS)
+    row = (tl.program_id(0) // blocks * BLOCK_CLASSES + tl.arange(0, BLOCK_CLASSES)).to(tl.int64)
     is_token = token < n_tokens
     label = tl.load(labels_ptr + token, mask=is_token, other=ignored)
     is_kept = label != ignored

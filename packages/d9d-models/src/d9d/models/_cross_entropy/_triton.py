@@ -190,10 +190,10 @@ class _Columns(_Chunk):
 
     def gradient_(self, log_norm_C: Tensor) -> None:
         tokens, columns = self.logits_CV.shape
-        blocks = -(-columns // BLOCK_CLASSES)
-        if not blocks:
+        programs = -(-tokens // BLOCK_TOKENS) * -(-columns // BLOCK_CLASSES)
+        if not programs:
             return
-        kernel: Any = column_gradient[(-(-tokens // BLOCK_TOKENS), blocks)]
+        kernel: Any = column_gradient[(programs,)]
         kernel(
             self.logits_CV,
             self.labels_C,
