@@ -109,7 +109,7 @@ class LanguageModelingHead(nn.Module):
         self.weight = embedding.weight
 
     def forward(self, hidden: Tensor, labels: Tensor | None) -> CausalLMOutput:
-        """Loss of (B, S, H) against labels (B, S), without holding all logits; without labels the logits."""
+        """Loss of (B, S, H) against labels (B, S), without memory for all logits; without labels the logits."""
         return _score(hidden, self.weight, labels, self.config)
 
 

@@ -1,8 +1,8 @@
 """Gradients of hidden states, weight and bias, chunk by chunk of tokens.
 
-Where the sum of the weight's gradient has room for the logits of all tokens, they lie there, and there are no chunks:
-H numbers a class in fp32 are 2·H logits a class in bf16. As the gradient replaces them class by class, those of a class
-lie side by side.
+Where the sum of the weight's gradient has room for the logits of all tokens, they may lie there, and then all tokens
+are one chunk: H numbers a class in fp32 are 2·H logits a class in bf16. As the gradient replaces them class by class,
+those of a class lie side by side.
 
 Shapes: N tokens, C of them in a chunk, H hidden size, V classes of this rank.
 """
@@ -100,7 +100,7 @@ class Gradients:
 
 
 def dtype_for(operand: Tensor, summed: torch.dtype) -> torch.dtype:
-    """Of the gradient that a weight or bias gets: that in which it was summed where ``grad_dtype`` takes it."""
+    """Of the gradient that an operand gets: that in which it was summed where ``grad_dtype`` takes it."""
     if torch.compiler.is_compiling() or not operand.is_leaf:
         return operand.dtype
     return summed if operand.grad_dtype in {None, summed} else operand.dtype

@@ -1,4 +1,4 @@
-"""Cross-entropy of a linear layer's output that never holds all of it."""
+"""Cross-entropy of a linear layer's output, for all of which it takes no memory."""
 
 import torch
 import torch.nn.functional as F
@@ -34,12 +34,12 @@ def linear_cross_entropy(
     backend: LinearCrossEntropyConfig | str | None = None,
     max_logits_bytes: int = MAX_LOGITS_BYTES,
 ) -> LossSum:
-    """Sum over tokens of ``-log softmax(hidden · weightᵀ + bias)[label]``, without ever holding all logits.
+    """Sum over tokens of ``-log softmax(hidden · weightᵀ + bias)[label]``, without memory for all logits.
 
-    Logits exist for one chunk of tokens at a time. Their gradient is known as soon as they are, up to the gradient
-    of the sum, which is one number: so forward computes the gradients of ``hidden``, ``weight`` and ``bias`` chunk by
-    chunk, and backward multiplies them by that number. That takes three matrix products, where recomputing logits in
-    backward takes four.
+    Logits exist for one chunk of tokens at a time, or for all tokens in the memory of the weight's gradient, where that
+    has room until it is made. Their gradient is known as soon as they are, up to the gradient of the sum,
+    which is one number: so forward computes the gradients of ``hidden``, ``weight`` and ``bias``, and backward
+    multiplies them by that number. That takes three matrix products, where recomputing logits in backward takes four.
 
     By default all but the factors of products is fp32 where it could lose something, or fp64 for fp64 inputs; see the
     backend's settings. Autocast narrows these factors, as it does for `torch.nn.Linear`, and nothing else.
@@ -61,8 +61,8 @@ def linear_cross_entropy(
         shard: Where the vocabulary is split over ranks: ``weight_VH`` and ``bias_V`` are this rank's part, labels are
             of the whole, hidden states are equal on all ranks and get their whole gradient. Collective.
         backend: Settings or kind; without it the environment variable ``D9D_LINEAR_CE_BACKEND`` says, else "torch".
-        max_logits_bytes: Memory for the logits of one chunk; at least one token is taken at a time. What backends need
-            besides is in proportion.
+        max_logits_bytes: Memory for the logits of one chunk, of at least one token. What backends need besides is in
+            proportion.
 
     Returns:
         The sum, and the number of labels that are not ignored (int64), or the sum of their weights (fp64).

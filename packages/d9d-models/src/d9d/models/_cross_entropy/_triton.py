@@ -30,9 +30,10 @@ def triton_chunk_loss_(
     with_gradient: bool,
 ) -> Tensor:
     """See `ChunkLoss`. Logits of a token lie side by side, or those of a class, in a dtype of at most 32 bits."""
+    labels_C = labels_C.contiguous()  # kernels know no stride of these
+    weights_C = None if weights_C is None else weights_C.contiguous()
     chunk_of = _Rows if logits_CV.stride(1) == 1 else _Columns
-    dense_C = None if weights_C is None else weights_C.contiguous()
-    chunk = chunk_of(logits_CV, labels_C.contiguous(), dense_C, options, shard)
+    chunk = chunk_of(logits_CV, labels_C, weights_C, options, shard)
     with torch.cuda.device_of(logits_CV):  # Triton launches on the current device
         if isinstance(chunk, _Rows) and with_gradient and shard is None:
             return chunk.losses_and_gradient_()

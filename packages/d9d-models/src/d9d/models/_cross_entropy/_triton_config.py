@@ -19,7 +19,7 @@ from ._three_products import ChunkFunctions
 
 @attrs.frozen(kw_only=True)
 class TritonLinearCrossEntropyConfig(LinearCrossEntropyConfig):
-    """One kernel turns the logits of a chunk into losses and, in place, into their gradient; softmax in fp32.
+    """Kernels turn the logits of a chunk into losses and, in place, into their gradient; softmax in fp32.
 
     Logits are rounded to the dtype of the hidden states, as `torch.nn.Linear` rounds them.
     """
