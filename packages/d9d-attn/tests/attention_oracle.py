@@ -2,11 +2,13 @@
 
 import math
 
+import pytest
 import torch
 
 from d9d.attn import (
     AttentionMask,
     EagerAttentionConfig,
+    Feature,
     FlashAttention2Config,
     FlashAttention4Config,
     FlexAttentionConfig,
@@ -25,6 +27,17 @@ EAGER, TORCH = CONFIGS["eager"].build(), CONFIGS["torch"].build()
 
 def can(config, *features):
     return config.capabilities.features.issuperset(features)
+
+
+def of_backends(names, cases, *, where):
+    """Parametrizes the fixture `config` and more: each backend with those of the cases that it can be asked for."""
+    chosen = [(kind, *case) for kind, config in CONFIGS.items() for case in cases if where(config, *case)]
+    return pytest.mark.parametrize(("config", *names), chosen, indirect=["config"])
+
+
+with_sinks_if_any = of_backends(
+    ("has_sinks",), [(False,), (True,)], where=lambda config, has_sinks: not has_sinks or can(config, Feature.SINKS)
+)
 
 
 def sees(mask, b, h, s, t, queries, keys):

@@ -22,7 +22,17 @@ from d9d.attn import (
 )
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import CONFIGS, EAGER, TORCH, can, oracle, values_and_gradients, without_bias
+from attention_oracle import (
+    CONFIGS,
+    EAGER,
+    TORCH,
+    can,
+    of_backends,
+    oracle,
+    values_and_gradients,
+    with_sinks_if_any,
+    without_bias,
+)
 
 torch.set_num_threads(1)
 
@@ -154,7 +164,7 @@ def test_flex_follows_the_definition_in_many_examples(flex_on_cpu, problem, has_
     check_by_definition(CONFIGS["flex"], (*problem, upstream), sinks if has_sinks else None, soft_cap, dtype)
 
 
-@pytest.mark.parametrize("has_sinks", [False, True])
+@with_sinks_if_any
 def test_the_log_sum_exp_has_a_gradient_or_says_that_it_has_none(config, has_sinks):
     backend = config.build()
     assert isinstance(backend, AttentionBackendWithLSE) == can(config, Feature.LSE)
@@ -239,10 +249,12 @@ def test_operators_keep_what_they_tell_the_compiler(flash_packages, packed):
     torch.library.opcheck(operators.flash_attention_4_backward_operator.registered, arguments)
 
 
-@pytest.mark.parametrize("wanted", ["q", "v", "sinks"])
+@of_backends(
+    ("wanted",),
+    [("q",), ("k",), ("v",), ("sinks",)],
+    where=lambda config, wanted: wanted != "sinks" or can(config, Feature.SINKS),
+)
 def test_one_input_may_want_a_gradient_alone(config, wanted):
-    if wanted == "sinks" and not can(config, Feature.SINKS):
-        return
     inputs = {name: torch.randn(1, 6, heads, 8, dtype=torch.float64) for name, heads in zip("qkv", (4, 2, 2))}
     inputs["sinks"] = torch.randn(4, dtype=torch.float64) if can(config, Feature.SINKS) else None
     inputs[wanted].requires_grad_()
@@ -287,14 +299,13 @@ def test_gradients_are_deterministic_where_the_backend_or_torch_is_told_so(
     assert told == [False, True, True]
 
 
-def test_a_learned_bias_gets_its_gradient():
+@pytest.mark.parametrize("backend", [EAGER, TORCH], ids=["eager", "torch"])
+def test_a_learned_bias_gets_its_gradient(backend):
     q, k, v = (torch.randn(1, 3, 2, 4, dtype=torch.float64) for _ in range(3))
-    bias = torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True)
-    gradients = [
-        torch.autograd.grad(b(q, k, v, AttentionMask(bias=bias), scale=1.0).square().sum(), bias)
-        for b in (EAGER, TORCH)
-    ]
-    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-11, atol=1e-11)
+    mask = AttentionMask(bias=torch.randn(1, 2, 3, 3, dtype=torch.float64, requires_grad=True))
+    found = torch.autograd.grad(backend(q, k, v, mask, scale=1.0).square().sum(), mask.bias)
+    expected = torch.autograd.grad(oracle(q, k, v, mask, 1.0)[0].square().sum(), mask.bias)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
 
 
 def test_eager_is_as_precise_under_autocast():

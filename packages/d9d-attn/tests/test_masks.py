@@ -1,6 +1,7 @@
 """What a mask hides, in rows without any key too; what it keeps and where it goes; and masks that are refused."""
 
 import copy
+import itertools
 import pickle
 import sys
 from pathlib import Path
@@ -11,33 +12,36 @@ import torch
 from d9d.attn import AttentionBackendWithLSE, AttentionMask, Documents, Feature
 
 sys.path.insert(0, str(Path(__file__).parent))
-from attention_oracle import EAGER, TORCH, can, oracle, values_and_gradients
+from attention_oracle import EAGER, TORCH, can, of_backends, oracle, values_and_gradients
 
 torch.set_num_threads(1)
 
 
+SEEING = torch.tensor([[False, False, True, True], [False, False, False, False]])  # left-padded; all padding
+HIDDEN_BY = {
+    "boolean bias": lambda dtype: {"bias": SEEING[:, None, None, :]},
+    "additive bias": lambda dtype: {"bias": torch.where(SEEING, 0.0, -torch.inf)[:, None, None, :].to(dtype)},
+    "documents": lambda dtype: {"documents": Documents(torch.tensor([2, 4], dtype=torch.int32), 2)},
+}
+
+
+def can_hide(config, hidden_by, has_sinks):
+    mask = AttentionMask(**HIDDEN_BY[hidden_by](torch.float32))
+    return can(config, *mask.features) and (not has_sinks or can(config, Feature.SINKS))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("additive", [False, True])
-@pytest.mark.parametrize("has_sinks", [False, True])
-def test_rows_without_any_key_are_zero_and_have_no_nan_gradient(config, dtype, additive, has_sinks):
+@of_backends(("hidden_by", "has_sinks"), list(itertools.product(HIDDEN_BY, (False, True))), where=can_hide)
+def test_rows_without_any_key_are_zero_and_have_no_nan_gradient(config, dtype, hidden_by, has_sinks):
     torch.manual_seed(0)
-    keep = torch.tensor([[False, False, True, True], [False, False, False, False]])  # left-padded; all padding
-    bias = keep[:, None, None, :]
-    if additive:
-        bias = torch.zeros(bias.shape, dtype=dtype).masked_fill(~bias, -torch.inf)
-    mask = AttentionMask(bias=bias)
-    if not can(config, *mask.features):  # documents can say the same of the second row, and a window of no keys
-        mask = AttentionMask(documents=Documents(torch.tensor([0, 2, 4], dtype=torch.int32), 2))
-        keep = torch.tensor([[True] * 4, [False] * 4])
-    if has_sinks and not can(config, Feature.SINKS):
-        return
     q = torch.randn(2, 4, 4, 8, dtype=dtype, requires_grad=True)
     k, v = (torch.randn(2, 4, 2, 8, dtype=dtype, requires_grad=True) for _ in range(2))
     sinks = torch.randn(4, requires_grad=True) if has_sinks else None
+    mask = AttentionMask(**HIDDEN_BY[hidden_by](dtype))
     out = config.build()(q, k, v, mask, scale=1.0, sinks_H=sinks)
     assert out.dtype == dtype
-    assert (out[~keep] == 0).all()
-    assert (out[keep] != 0).any(-1).all()  # one element may be 0 in bf16
+    assert (out[~SEEING] == 0).all()
+    assert (out[SEEING] != 0).any(-1).all()  # one element may be 0 in bf16
     inputs = (q, k, v, sinks) if has_sinks else (q, k, v)
     for gradient in torch.autograd.grad(out.sum(), inputs):
         assert gradient.isfinite().all()

@@ -75,7 +75,9 @@ def test_mappers_and_targets_by_import_path(module, call, name, target):
     arguments = [] if target is None else ["--target", f"{module}:{target}"]
     code, out, err = call("plan", "w.safetensors", "--mapper", f"{module}:{name}", *arguments)
     assert (code, err) == (0, "")
-    assert "n" in out
+    assert ["n", "[4]", "float32", "1", "Rename", "norm.weight", "16", "B"] in [
+        line.split() for line in out.splitlines()
+    ]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +191,10 @@ def test_a_manifest_of_others_makes_no_job_checkpoint(checkpoint, tmp_path, call
 def test_the_manifest_of_a_job_is_not_copied_into_a_model(tmp_path, call):
     JobCheckpoints(tmp_path / "job").save(1, {"a": torch.ones(3)}, shared={}, per_rank={})
     step = tmp_path / "job" / "step-00000001"
+    (step / "config.json").write_text("{}")
+    assert (step / "manifest.json").exists()
     assert call("convert", step, tmp_path / "out", "--copy-files")[0] == 0
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors"]
     assert call("diff", step, tmp_path / "out")[0] == 0
     code, shown, _ = call("show", step / "rank-00000.safetensors", "shared/a")  # a file of its own
     assert code == 0

@@ -37,14 +37,14 @@ from mapper_checks import DTYPES, assert_same, check, check_inverse, tensor_of
 
 @st.composite
 def moves(draw, name="x", shape=None, dtype=None):  # noqa: C901  # a list of cases
-    """A leaf that moves elements, with patterns or without, and the tensors that it takes."""
+    """A leaf that moves elements, with patterns or without, or a chain of some, and the tensors that it takes."""
     if shape is None:
         shape = draw(st.lists(st.integers(1, 5), min_size=1, max_size=4))
     dtype = dtype or draw(st.sampled_from(DTYPES))
     dim = draw(st.integers(0, len(shape) - 1))
     many = [f"{name}.{i}.w" for i in range(draw(st.integers(1, 11)))]
-    kind = draw(st.sampled_from(["rename", "identity", "transpose", "squeeze", "unsqueeze", "reshape", "stack",
-                                 "unstack", "concatenate", "chunk", "child", "tie"]))  # fmt: skip
+    kind = draw(st.sampled_from(["rename", "identity", "transpose", "transposes", "squeeze", "unsqueeze", "reshape",
+                                 "stack", "unstack", "concatenate", "chunk", "child", "tie", "chain"]))  # fmt: skip
     several = {each: tensor_of(shape, dtype, seed) for seed, each in enumerate(many)}
     one = {name: tensor_of(shape, dtype)}
     match kind:
@@ -58,6 +58,8 @@ def moves(draw, name="x", shape=None, dtype=None):  # noqa: C901  # a list of ca
             return Tie(name + ".{i}.w", ["a.{i}", "b.{i}", "c.{i}"]), several
         case "transpose":
             return Transpose(name, name, dims=(dim, draw(st.integers(0, len(shape) - 1)))), one
+        case "transposes":
+            return Transpose(name + ".{i}.w", "y.{i}", dims=(dim, draw(st.integers(0, len(shape) - 1)))), several
         case "squeeze":
             return Squeeze(name, "y", dim=dim), {name: tensor_of([*shape[:dim], 1, *shape[dim:]], dtype)}
         case "unsqueeze":
@@ -65,7 +67,7 @@ def moves(draw, name="x", shape=None, dtype=None):  # noqa: C901  # a list of ca
         case "reshape":
             return Reshape(name, "y", input_shape=shape, output_shape=draw(reshaped(math.prod(shape)))), one
         case "stack":
-            return Stack(name + ".{i}.w", "y", count=len(many), dim=dim), several
+            return Stack(name + ".{i}.w", "y", count=len(many), dim=dim + draw(st.integers(0, 1))), several
         case "unstack":
             return Unstack(name, "y.{i}", count=shape[dim], dim=dim), one
         case "chunk":
@@ -78,6 +80,14 @@ def moves(draw, name="x", shape=None, dtype=None):  # noqa: C901  # a list of ca
                 each: tensor_of([*shape[:dim], size, *shape[dim + 1 :]], dtype, size) for each, size in zip(many, sizes)
             }
             return Concatenate(many, "y", sizes=sizes, dim=dim), pieces
+        case "chain":
+            mapper = Sequential(
+                Transpose(name + ".{i}.w", "t.{i}", dims=(0, len(shape) - 1)),
+                Stack("t.{i}", "s", count=len(many)),
+                Unstack("s", "u.{i}", count=len(many)),
+                Concatenate([f"u.{i}" for i in reversed(range(len(many)))], "y", sizes=[shape[-1]] * len(many)),
+            )
+            return mapper, several
 
 
 @st.composite

@@ -62,30 +62,26 @@ def test_an_error_on_one_rank_is_an_error_on_all(tmp_path, what):  # case 33
 
 
 def failing_convert(root: Path) -> str:
-    if dist.get_rank() == 2:
-        os.preadv = lambda *args: (_ for _ in ()).throw(OSError(5, "Input/output error"))
-    try:
-        convert(open_checkpoint(root / "source"), WIDE, root / "out", max_shard_bytes=1)
-    except (OSError, PeerError) as error:
-        return f"{type(error).__name__}: {error}"
-    return "nothing"
+    with pytest.MonkeyPatch.context() as patch:
+        if dist.get_rank() == 2:
+            patch.setattr(os, "preadv", failing_read)
+        with pytest.raises((OSError, PeerError)) as caught:
+            convert(open_checkpoint(root / "source"), WIDE, root / "out", max_shard_bytes=1)
+    return f"{caught.type.__name__}: {caught.value}"
+
+
+def failing_read(*_: object) -> int:
+    raise OSError(5, "Input/output error")
 
 
 def test_a_failed_read_on_one_rank_is_an_error_on_all(tmp_path):
     (tmp_path / "source").mkdir()
     save_file(wide_tensors(), tmp_path / "source" / "model.safetensors")
-    first, *_, last = run_world(4, checked_failing_convert, tmp_path)
-    assert "rank 2 failed: ReadError" in first == last
-    assert "Input/output error" in first
+    errors = run_world(4, failing_convert, tmp_path)
+    assert errors.pop(2).startswith("ReadError: ")
+    assert all(error.startswith("PeerError: rank 2 failed: ReadError: ") for error in errors)
+    assert all("Input/output error" in error for error in errors)
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
-
-
-def checked_failing_convert(root: Path) -> str:
-    original = os.preadv
-    try:
-        return failing_convert(root)
-    finally:
-        os.preadv = original
 
 
 def other_mappers(root: Path) -> list[str]:

@@ -35,12 +35,12 @@ def test_after_a_step_that_failed_the_same_trainer_runs_a_good_one(ctx, tmp_path
     good.run()
     made = trainer(ctx, config(tmp_path / "bad", steps=2, microbatch=2), dataset=list(data))
     index = made.batches.indices(0)[1][1]
-    for broken in (
-        {"tokens": torch.zeros(3, dtype=torch.int64), "labels": data[index]["labels"]},
-        {"tokens": torch.full_like(data[index]["tokens"], VOCABULARY + 1), "labels": data[index]["labels"]},
+    for tokens, error, message in (
+        (torch.zeros(3, dtype=torch.int64), RuntimeError, "stack expects each tensor to be equal size"),
+        (torch.full_like(data[index]["tokens"], VOCABULARY + 1), IndexError, "index out of range in self"),
     ):
-        made.batches.dataset[index] = broken
-        with pytest.raises((RuntimeError, IndexError)):
+        made.batches.dataset[index] = {"tokens": tokens, "labels": data[index]["labels"]}
+        with pytest.raises(error, match=message):
             made.run()
         assert made.step == 0
     made.batches.dataset[index] = data[index]

@@ -71,7 +71,7 @@ def test_a_segmented_embedding_is_one_embedding_and_may_be_the_head():
 
 @pytest.mark.parametrize("wrong", [-1, 10])
 def test_ids_of_no_segment_are_refused(wrong):
-    with pytest.raises(IndexError):
+    with pytest.raises(IndexError, match="index out of range"):
         SegmentedTokenEmbedding(SEGMENTS, 4)(torch.tensor([0, wrong]))
 
 

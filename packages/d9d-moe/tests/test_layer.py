@@ -85,8 +85,8 @@ def test_untouched_parameters_get_zero_gradients(tokens):
     assert touched.sum() == 2 * tokens
     for parameter in layer.expert_parameters():
         assert (parameter.grad[~touched] == 0).all()
-        assert (parameter.grad[touched] != 0).any() or not tokens
-    assert layer.router.weight.grad is not None
+        assert (parameter.grad[touched] != 0).flatten(1).any(1).all()
+    assert (layer.router.weight.grad != 0).any() == (tokens > 0)
 
 
 def test_all_tokens_to_one_expert_and_all_experts_for_each_token():

@@ -98,11 +98,12 @@ def lay_out(module: Tied, context: DistContext) -> None:
         experts = context.mesh("expert")["ep_replicate", "ep_shard", "ep"]
         parallelize_expert_parallel(module.experts, experts, policy=AS_STORED if config.shard > 1 else None)
     dense = context.mesh("dense")["dp_replicate", "dp_cp_shard"]
+    if config.shard == 1:
+        parallelize_replicate(module, dense)
+        return
     # The router would else be a part of the experts' unit, which does not take it.
     for unit in [module.experts.router, [module.embed, module.head], module]:
-        if config.shard == 1:
-            parallelize_replicate(module, dense)
-        elif config.replicate == 1:
+        if config.replicate == 1:
             parallelize_fsdp(unit, dense["dp_cp_shard"], policy=AS_STORED)
         else:
             parallelize_hsdp(unit, dense, shard_dim="dp_cp_shard", policy=AS_STORED)

@@ -22,7 +22,7 @@ def subject(): return dict(model=build, parallelize=lay_out, loss=loss, split=sp
     assert main(["mine:subject", "--meshes", "replicate=2", "--parameters"]) == 0
     report = capsys.readouterr().out
     assert "1 passed, 0 failed, 0 refused" in report
-    assert "weight" in report.splitlines()[-2]
+    assert [line.split()[0] for line in report.splitlines()[-3:]] == ["parameter", "weight", "bias"]
     assert main(["mine:subject", "--ranks", "2", "--meshes", "replicate=2", "--markdown"]) == 1
     assert "| shard 2 | 2 | failed |" in capsys.readouterr().out
     with pytest.raises(SystemExit):
