@@ -4,7 +4,7 @@ import itertools
 
 import torch
 
-from d9d.models._cross_entropy import _triton
+from d9d.models._cross_entropy import _launches, _triton
 from d9d.models._cross_entropy._options import LossOptions
 from d9d.models._cross_entropy._torch import torch_chunk_loss_
 
@@ -33,8 +33,8 @@ def by_columns(logits):
     return apart[:, :rows].T
 
 
-_triton.MAX_BLOCK = 16  # several blocks a row
-_triton.BLOCK_CLASSES, _triton.BLOCK_TOKENS, _triton.MAX_PARTS = 8, 2, 3  # and several steps of several parts
+_launches.MAX_BLOCK = 16  # several blocks a row
+_launches.BLOCK_CLASSES, _launches.BLOCK_TOKENS, _launches.MAX_PARTS = 8, 2, 3  # and several steps of several parts
 torch.manual_seed(0)
 EVERYTHING = {"soft_cap": 2.0, "label_smoothing": 0.2, "z_loss": 0.1}
 CHOSEN = [{}, *({name: value} for name, value in EVERYTHING.items()), EVERYTHING]
@@ -68,7 +68,7 @@ for lay_out in LAYOUTS:
     found = _triton.triton_chunk_loss_(logits, labels, None, options=LossOptions(), shard=None, with_gradient=True)
     torch.testing.assert_close(found, torch.nn.functional.cross_entropy(possible, labels, reduction="none"))
     assert logits.isfinite().all()
-nothing = _triton._Columns(torch.empty(0, 4).T, labels.new_zeros(4), None, LossOptions(), OneShard())
+nothing = _launches.Columns(torch.empty(0, 4).T, labels.new_zeros(4), None, LossOptions(), OneShard())
 assert (nothing.statistics()[1:] == 0).all()  # a rank without classes
 nothing.gradient_(torch.zeros(4))
 _triton.SCALE_STEPS, _triton.SCALE_BLOCK = 3, 16  # several programs, the last of them in part
