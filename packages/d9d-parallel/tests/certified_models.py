@@ -3,6 +3,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from summing_collectives import Gather, Sum
 from torch import Tensor, nn
 
 from d9d.mesh import DistContext
@@ -18,33 +19,6 @@ from d9d.parallel.certify import StepResult
 
 VOCABULARY, WIDTH, EXPERTS = 11, 6, 4
 AS_STORED = ShardPolicy(compute_dtype=None, reduce_dtype=None)
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        total = Sum.apply(gradient, ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
-
-
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group) -> Tensor:
-        ctx.group = group
-        total = x.clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return Sum.apply(gradient, ctx.group), None
 
 
 class Experts(nn.Module):

@@ -1,5 +1,8 @@
 """One optimizer step under every layout against one process; fp64."""
 
+import sys
+from pathlib import Path
+
 import attrs
 import pytest
 import torch
@@ -24,35 +27,10 @@ from d9d.parallel import (
     scale_and_clip_,
 )
 
+sys.path.insert(0, str(Path(__file__).parent))
+from summing_collectives import Gather, Sum
+
 VOCABULARY, WIDTH, EXPERTS = 13, 6, 4
-
-
-class Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(group))]
-        dist.all_gather(parts, x.contiguous(), group=group)
-        return torch.cat(parts)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        total = gradient.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total.chunk(dist.get_world_size(ctx.group))[dist.get_rank(ctx.group)], None
-
-
-class Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x: Tensor, group: ProcessGroup) -> Tensor:
-        ctx.group = group
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor):
-        return Sum.apply(gradient, ctx.group), None
 
 
 class DenselyMixedExperts(nn.Module):
