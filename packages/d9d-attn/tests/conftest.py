@@ -332,7 +332,7 @@ def varlen_on_cpu():
         yield
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def flash_packages(tmp_path_factory, write_versions):
     """flash-attn and flash-attn-4, as far as we call them."""
     operators = types.ModuleType("flash_attn.flash_attn_interface")
