@@ -152,14 +152,18 @@ def test_a_checkpoint_of_another_run_is_refused(ctx, tmp_path):
 
 
 def test_a_metric_that_is_new_starts_empty(ctx, tmp_path):
-    class MoreMetrics(TinyTask):
-        def metrics(self):
-            return {**super().metrics(), "more": WeightedMean()}
+    class WithMetrics(TinyTask):
+        def __init__(self, *names):
+            super().__init__()
+            self.names = names
 
-    run = build(ctx, tmp_path)
+        def metrics(self):
+            return {**super().metrics(), **{name: WeightedMean() for name in self.names}}
+
+    run = build(ctx, tmp_path, task=WithMetrics("more.top"))
     run.train_step()
     run.save()  # between two lines of the log
-    resumed = build(ctx, tmp_path, task=MoreMetrics())
+    resumed = build(ctx, tmp_path, task=WithMetrics("more", "more.top"))  # a name that the other one begins with
     gathered = run.metrics["accuracy"].state_dict()["gathered"]
     assert gathered[1] > 0
     assert torch.equal(resumed.metrics["accuracy"].state_dict()["gathered"], gathered)

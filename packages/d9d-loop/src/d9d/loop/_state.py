@@ -1,5 +1,6 @@
 """What a checkpoint of a run holds, and how a run goes on from one."""
 
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TypeVar
 
@@ -91,7 +92,7 @@ class RunState:
         if per_rank is not None:
             self.random.load_state_dict(_without_prefix("random", per_rank))
             for name, metric in self.metrics.items():
-                gathered = _without_prefix(f"metric.{name}", per_rank)
+                gathered = _without_prefix(_metric_prefix(name), per_rank)
                 if gathered:
                     metric.load_state_dict({key: value for key, value in gathered.items() if isinstance(value, Tensor)})
         counters = saved["counters"]
@@ -125,8 +126,13 @@ class RunState:
     def _metric_state(self) -> dict[str, Tensor]:
         state: dict[str, Tensor] = {}
         for name, metric in self.metrics.items():
-            state |= _prefixed(f"metric.{name}", metric.state_dict())
+            state |= _prefixed(_metric_prefix(name), metric.state_dict())
         return state
+
+
+def _metric_prefix(name: str) -> str:
+    """In quotes: one metric may be called as another one with a dot and more."""
+    return f"metric.{json.dumps(name)}"
 
 
 def _prefixed(prefix: str, state: Mapping[str, V]) -> dict[str, V]:
