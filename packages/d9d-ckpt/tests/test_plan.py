@@ -150,7 +150,7 @@ def test_every_planted_fault_is_found(name, fault):
             source[name] = f32(*SOURCE[name].shape[:-1], 77)
         case "dtype":
             source[name] = TensorSpec(SOURCE[name].shape, torch.float64)
-    told = {"hole": repr(name), "typo": repr(name + "x"), "shape": "77]", "dtype": "float64"}[fault]
+    told = {"hole": repr(name), "typo": repr(name + "x"), "shape": "77", "dtype": "float64"}[fault]
     assert any(told in problem for problem in problems(source))
 
 
